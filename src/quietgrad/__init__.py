@@ -3,11 +3,12 @@
 from quietgrad import audit, gradients, losses, recipes
 from quietgrad.bound import Bound, Clip
 from quietgrad.certificate import Certificate, version
+from quietgrad.claimed import Claimed
 from quietgrad.composition import compose
 from quietgrad.denoise import Denoise, Keep
 from quietgrad.errors import PrivacyError
 from quietgrad.independence import check, fix
-from quietgrad.noise import Claimed, Gaussian, Independent, Noise
+from quietgrad.noise import Gaussian, Independent, Noise
 from quietgrad.plan import Plan, study
 from quietgrad.recipes import dp_sgd
 from quietgrad.run import Run

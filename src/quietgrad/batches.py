@@ -110,9 +110,19 @@ class Source:
             return tree_map(lambda t: t[: len(few)].clone(), self.data)
         return self._collate([self.data[i] for i in few])
 
+    def some(self, count: int) -> Tree:
+        """A few rows from all over the data: a sorted table may begin with rows that are all alike."""
+        if self.in_memory:
+            return tree_map(lambda t: t[self._spread(count)].clone(), self.data)
+        return self._collate([self.data[i] for i in self._spread(count)])
+
     def samples(self, count: int) -> list[Any]:
         """A few raw items of a Dataset (none of tensors in memory, which are never collated)."""
-        return [] if self.in_memory else [self.data[i] for i in range(min(count, len(self)))]
+        return [] if self.in_memory else [self.data[i] for i in self._spread(count)]
+
+    def _spread(self, count: int) -> list[int]:
+        count = min(count, len(self))
+        return [k * (len(self) - 1) // max(count - 1, 1) for k in range(count)]
 
     @property
     def _collate(self) -> Collate:

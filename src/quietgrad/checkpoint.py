@@ -78,14 +78,15 @@ def load(folder: Path, device: torch.device) -> dict[str, Any]:
     return content
 
 
-def belongs(kept: Mapping[str, Any], mine: Mapping[str, tuple[Any, str, str]]) -> None:
-    """Refuses a checkpoint of something else: `mine` maps a key to its value here, whose another one is, the remedy."""
-    for key, (value, whose, remedy) in mine.items():
-        theirs = kept[key]
-        if theirs == value:
+def belongs(kept: Mapping[str, Any], here: Mapping[str, Any], others: Mapping[str, tuple[str, str]]) -> None:
+    """Refuses a checkpoint of something else: `others` says of each key that must agree whose another one is, and what
+    to do."""
+    for key, (whose, remedy) in others.items():
+        mine, theirs = here[key], kept[key]
+        if theirs == mine:
             continue
         odd = ""
-        if isinstance(value, dict) and isinstance(theirs, dict):
-            names = sorted(name for name in value.keys() | theirs.keys() if value.get(name) != theirs.get(name))
+        if isinstance(mine, dict) and isinstance(theirs, dict):
+            names = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
             odd = f" ({', '.join(names[:3])} differ)"
         raise PrivacyError("checkpoint", f"it belongs to {whose}{odd}", remedy)

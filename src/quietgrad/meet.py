@@ -33,7 +33,7 @@ def meet(
         found = f"the data has {rows:,} rows, the plan says {stated:,} examples"
         raise PrivacyError("sample", found, "state the number of examples in the plan")
     device = next(iter(parameters.values())).device
-    few = tree_map(lambda t: t.to(device), source.first(4))
+    few = tree_map(lambda t: t.to(device), source.some(8))
     for tensor in leaves(source.data if source.in_memory else few):
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise PrivacyError(

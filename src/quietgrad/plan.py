@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from quietgrad import account
 from quietgrad.bound import Bound
+from quietgrad.calibration import calibrate
 from quietgrad.denoise import Denoise, Keep
 from quietgrad.errors import PrivacyError
 from quietgrad.losses import Forward, Loss, Own
@@ -139,7 +140,7 @@ class Plan:
         def event_of(multiplier: float) -> DpEvent:
             return self.noise.scaled(multiplier).account(self.sample, self.steps)
 
-        multiplier = account.calibrate(event_of, epsilon, delta, self.adjacency)
+        multiplier = calibrate(event_of, epsilon, delta, self.adjacency)
         return dataclasses.replace(self, noise=self.noise.scaled(multiplier), budget=Budget(epsilon, delta))
 
     def replace(
@@ -152,9 +153,8 @@ class Plan:
         noise: Noise | None = None,
         denoise: Denoise | None = None,
     ) -> Plan:
-        """The plan with other stages. A stored budget is kept: the noise is calibrated again, unless it was given
-        with a
-        multiplier of its own, which must then stay within it."""
+        """The plan with other stages. A stored budget is kept: the noise is calibrated again, unless it was given with
+        a multiplier of its own, which must then stay within it."""
         given = {"sample": sample, "loss": loss, "smooth": smooth, "bound": bound, "noise": noise, "denoise": denoise}
         given = {slot: stage for slot, stage in given.items() if stage is not None}
         for slot, stage in given.items():

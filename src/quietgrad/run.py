@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from quietgrad import checkpoint, export
+from quietgrad import export
 from quietgrad.account import Price, price
 from quietgrad.batches import Chunk, Collate, Source, leaves
 from quietgrad.certificate import Certificate, certify
 from quietgrad.errors import PrivacyError
 from quietgrad.gradients import Chain, Gradients
 from quietgrad.gradients.choose import chunk_size
-from quietgrad.journal import Journal
+from quietgrad.keep import Keeper
 from quietgrad.ledger import Ledger
 from quietgrad.meet import meet
 from quietgrad.plan import Plan
 from quietgrad.stage import counted
 from quietgrad.step import States, apply, private_sum, release
 from quietgrad.stream import Purpose, Stream
-from quietgrad.trained import fingerprints, shapes, trainable, trains
+from quietgrad.trained import fingerprints, trainable
 from quietgrad.values import Context
 from quietgrad.watch import Watch, Watcher, unwatched
 
@@ -71,21 +71,31 @@ class Run:
         assert plan.loss is not None
         self.plan, self.model, self.optimizer, self.seed = plan, model, optimizer, seed
         self.parameters = trainable(model, optimizer)
+        self.device = next(iter(self.parameters.values())).device
         self.stream = Stream(seed)
         self.gradients = Gradients(Chain(model, plan.loss), self.stream)
         if chunk is not None:
             counted("gradients", "chunk", chunk)
         self.chunk = chunk or chunk_size(self.parameters, plan.sample.batch_size)
-        self.folder = None if folder is None else Path(folder).absolute()
         self.rows: int | None = None
         self.memory: Tensor | None = None  # the sampler's own, secret
-        self._process, self._saved = os.getpid(), False
+        self._process = os.getpid()
         self._met: object = None
         self._open: Batch | None = None
         self._still = fingerprints(model, self.parameters)
-        self._journal: Journal | None = None
-        self._start_or_resume(resume)
-        self._watcher = self._watching(watch)
+        self.ledger = Ledger(plan)
+        self.states = States(plan.noise.begin(0), plan.denoise.begin(self.parameters))
+        if folder is None and (resume or watch is not None):
+            slot, found = ("checkpoint", "there is no folder") if resume else ("watch", "private figures need one")
+            raise PrivacyError(slot, found, "say start(…, folder=…)")
+        self._keeper = None if folder is None else Keeper(Path(folder), plan, model, optimizer, seed)
+        if self._keeper is not None and resume:
+            self._resume(self._keeper)
+        elif self._keeper is not None:
+            self._keeper.begin()
+        self._watcher: Watcher | None = None
+        if watch is not None and self._keeper is not None:
+            self._watcher = Watcher(watch, self._keeper.folder, plan.bound.reach)
 
     # The loop.
 
@@ -113,10 +123,8 @@ class Run:
     def step(self, batch: Batch) -> None:
         """One private step. It returns nothing: a loss would be private."""
         chunks, context = self._accept(batch), self.context()
-        if self._journal is not None:
-            if not self._saved:
-                self._write_checkpoint()  # so that there is something to resume from
-            self._journal.reserve(self.position, self.plan.steps)
+        if self._keeper is not None:
+            self._keeper.reserve(self.position, self._rest())
         batch.chunks = None
         try:
             total = private_sum(
@@ -155,16 +163,16 @@ class Run:
     def certificate(self, delta: float | None = None) -> Certificate:
         """The guarantee of what was released so far."""
         dtypes = {p.dtype for p in self.parameters.values()}
-        run = None if self._journal is None else str(self._journal.header["run"])
+        run = None if self._keeper is None else self._keeper.run
         return certify(self.plan, self.ledger.spent, delta, secure=self.stream.secure, dtypes=dtypes, run=run)
 
     def save(self) -> Path:
         """Writes the checkpoint (secret) and gives back the steps that were reserved and not used."""
-        if self._journal is None:
+        if self._keeper is None:
             raise PrivacyError("checkpoint", "the run has no folder", "say start(…, folder=…)")
         self._here()
-        path = self._write_checkpoint()
-        self._journal.give_back(self.position)
+        path = self._keeper.write(self._rest())
+        self._keeper.journal.give_back(self.position)
         if self._watcher is not None:
             self._watcher.write(self.position)
         return path
@@ -178,8 +186,8 @@ class Run:
 
     def close(self) -> None:
         """Lets go of the folder. Another process may then go on."""
-        if self._journal is not None:
-            self._journal.close()
+        if self._keeper is not None:
+            self._keeper.close()
 
     def __str__(self) -> str:
         count = sum(p.numel() for p in self.parameters.values())
@@ -193,7 +201,7 @@ class Run:
     # How it is done.
 
     def _batches(self, source: Source, end: int) -> Iterator[Batch]:
-        device = next(iter(self.parameters.values())).device
+        device = self.device
         rows = len(source)
         draws = (self.plan.sample.draw(self.stream, t, rows, self.memory) for t in range(self.position, end))
         seed = self.stream.seed_for(Purpose.FORWARD, self.position, 2**35 - 1)  # for transforms in worker processes
@@ -243,97 +251,24 @@ class Run:
         if self.rows is None:
             self.rows = rows
             self.memory = self.plan.sample.begin(self.stream, rows)
-            self._saved = False  # a checkpoint without them could not go on in the same order
+            if self._keeper is not None:
+                self._keeper.saved = False  # a checkpoint without them could not go on in the same order
 
-    def _start_or_resume(self, resume: bool) -> None:
-        block = max(1, self.plan.steps // 1000)
-        self.ledger = Ledger(self.plan)
-        self.states = States(self.plan.noise.begin(0), self.plan.denoise.begin(self.parameters))
-        if self.folder is None:
-            if resume:
-                raise PrivacyError(
-                    "checkpoint", "there is no folder to resume from", "say start(…, folder=…, resume=True)"
-                )
-            return
-        if not resume:
-            facts = {"plan": self.plan.to_json(), "randomness": "secure" if self.stream.secure else "seeded"}
-            self._journal = Journal.create(self.folder, facts, block)
-            return
-        self._journal = Journal.reopen(self.folder, block)
-        try:
-            self._restore(checkpoint.load(self.folder, next(iter(self.parameters.values())).device))
-            self._journal.resumed()
-            checkpoint.tidy(self.folder)
-        except BaseException:
-            self._journal.close()
-            raise
-
-    def _write_checkpoint(self) -> Path:
-        assert self.folder is not None and self._journal is not None
-        content = {
-            "format": 1,
-            "run": self._journal.header["run"],
-            "journal": self._journal.mark(),
-            "plan": self.plan.to_json(),
+    def _rest(self) -> dict[str, Any]:
+        """What the checkpoint holds beside model and optimizer. No key and no noise."""
+        return {
             "step": self.position,
-            "seed": self.seed,
             "rows": self.rows,
             "memory": self.memory,
-            "shapes": shapes(self.model.state_dict()),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "trains": trains(self.model, self.optimizer),
             "denoise": dict(self.states.denoise),
             "still": self._still,
         }
-        path = checkpoint.save(self.folder, content)
-        self._saved = True
-        return path
 
-    def _restore(self, kept: Mapping[str, Any]) -> None:
-        assert self._journal is not None
-        checkpoint.belongs(
-            kept,
-            {
-                "run": (
-                    self._journal.header["run"],
-                    "another run than the journal beside it",
-                    "restore the whole folder",
-                ),
-                "plan": (self.plan.to_json(), "another plan", "start with the plan that the run began with"),
-                "seed": (self.seed, "a run with another seed, or with none", "resume with the seed it began with"),
-                "shapes": (shapes(self.model.state_dict()), "another model", "build the same model"),
-                "trains": (
-                    trains(self.model, self.optimizer),
-                    "another optimizer",
-                    "build the same optimizer, over the same parameters in the same order",
-                ),
-            },
-        )
-        if not self._journal.follows(kept["journal"]):
-            found = "the journal beside it is older, or another copy's"
-            raise PrivacyError("checkpoint", found, "restore the whole folder")
-        if self._journal.reserved and kept["rows"] is None:
-            found = "it is older than the first batch, whose order it does not know"
-            raise PrivacyError("checkpoint", found, "take a later one")
-        try:
-            self.optimizer.load_state_dict(kept["optimizer"])
-        except (ValueError, KeyError) as error:
-            raise PrivacyError(
-                "checkpoint", f"it belongs to another optimizer ({error})", "build the same optimizer"
-            ) from error
-        self.model.load_state_dict(kept["model"])
-        self._still, self.rows, self.memory, self._saved = kept["still"], kept["rows"], kept["memory"], True
-        self.ledger = Ledger(self.plan, self._journal.reserved)  # what was reserved and lost counts
+    def _resume(self, keeper: Keeper) -> None:
+        kept = keeper.resume(self.device)
+        self._still, self.rows, self.memory = kept["still"], kept["rows"], kept["memory"]
+        self.ledger = Ledger(self.plan, keeper.journal.reserved)  # what was reserved and lost counts
         self.states = States(self.plan.noise.begin(self.position), kept["denoise"])
-
-    def _watching(self, watch: Watch | None) -> Watcher | None:
-        if watch is None:
-            return None
-        if self.folder is None:
-            self.close()
-            raise PrivacyError("watch", "private figures need a private place", "say start(…, folder=…)")
-        return Watcher(watch, self.folder, self.plan.bound.reach)
 
     def _here(self) -> None:
         if os.getpid() != self._process:

@@ -328,3 +328,11 @@ def test_a_chunk_of_no_rows_is_refused() -> None:
     for chunk in (0, -3):
         with pytest.raises(qg.PrivacyError, match="chunk"):
             plan_of().start(model, Recorder(model.parameters()), loss=qg.losses.CrossEntropy(), chunk=chunk)
+
+
+def test_a_sorted_table_is_met_all_over() -> None:
+    """The rows that the checks see come from all over the data, of which the first may be all alike."""
+    table = torch.arange(100) // 10
+    assert Source((table, table), None, 0).some(8)[0].unique().numel() == 8
+    assert [int(x) for x, _ in Source(list(zip(table, table, strict=True)), None, 0).samples(3)] == [0, 4, 9]
+    assert len(Source((table[:3], table[:3]), None, 0).some(8)[0]) == 3

@@ -17,7 +17,6 @@ from scipy.stats import norm
 
 from quietgrad import account
 from quietgrad.account import (
-    calibrate,
     delta_curve,
     delta_of,
     gaussian,
@@ -30,6 +29,7 @@ from quietgrad.account import (
 )
 from quietgrad.accountants import pld as losses
 from quietgrad.accountants.pld import rounding
+from quietgrad.calibration import SMALLEST_MULTIPLIER, calibrate
 from quietgrad.errors import PrivacyError
 
 MNIST = 256 / 60_000
@@ -346,7 +346,7 @@ def test_calibrate_beside_a_fixed_cost():
 
 def test_calibrate_stops_at_the_smallest_multiplier():
     """Where any noise is private enough, the smallest multiplier considered is returned."""
-    assert calibrate(lambda m: sampled(1e-7, m, 1), 1.0, 1e-5) == account.SMALLEST_MULTIPLIER
+    assert calibrate(lambda m: sampled(1e-7, m, 1), 1.0, 1e-5) == SMALLEST_MULTIPLIER
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan, math.inf])

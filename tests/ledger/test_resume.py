@@ -221,11 +221,11 @@ def test_data_of_another_length_is_refused(plan: qg.Plan, folder: Path) -> None:
 
 def test_no_folder_to_resume_from() -> None:
     """Resume says where from."""
-    with pytest.raises(PrivacyError, match="no folder to resume from"):
+    with pytest.raises(PrivacyError, match="there is no folder"):
         begin(resume=True)
     with pytest.raises(PrivacyError, match="no folder"):
         begin().save()
-    with pytest.raises(PrivacyError, match="private place"):
+    with pytest.raises(PrivacyError, match="private figures need one"):
         begin(watch=qg.Watch())
 
 

@@ -31,6 +31,14 @@ def mixing(trial: Trial, before: Variant, after: Variant, event: str, tolerance:
     return PrivacyError(slot, f"{where} mixes examples: other rows moved {event}", remedy)
 
 
+def backward(trial: Trial, before: Variant, after: Variant, event: str, tolerance: float) -> PrivacyError:
+    """The refusal of a chain in which the other rows' gradient moved, and their losses by too little to tell."""
+    if _culprit(trial, before, after, tolerance) is not None:
+        return mixing(trial, before, after, event, tolerance)
+    found = f"a backward pass mixes examples: the other rows' gradient moved {event}, their losses did not"
+    return PrivacyError("model", found, "look for a custom autograd function or a hook on gradients")
+
+
 def place(trial: Trial, before: Variant, after: Variant, tolerance: float) -> tuple[str, str, str]:
     """Slot, description and remedy for the call that mixes; without one it is code around the modules."""
     call = _culprit(trial, before, after, tolerance)

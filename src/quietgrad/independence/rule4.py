@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 
 from quietgrad.batches import Collate, Tree, leaves, rows_of
 from quietgrad.errors import PrivacyError
-from quietgrad.independence.culprit import differ, mixing, place
+from quietgrad.independence.culprit import backward, differ, mixing, place
 from quietgrad.independence.held import Attributes, Generators, Still, eager, same
 from quietgrad.independence.layers import label
 from quietgrad.independence.nature import refuse_known
@@ -116,7 +116,8 @@ def _replace(trial: Trial, j: int, before: Outcome) -> None:
     if any(bool(g[j].nan_to_num().any()) for g in before.inputs):
         event = f"with row {j}, as the gradient to its inputs tells"
         raise mixing(trial, trial.dummy(others), trial.tainted(j), event, trial.tight)
-    _same_gradient(before, after, event, trial.tight)
+    if differ(before.gradients, after.gradients, trial.tight):
+        raise backward(trial, trial.dummy(others), changed, event, trial.tight)
 
 
 def _taint(trial: Trial, j: int, before: Outcome) -> None:
@@ -144,13 +145,8 @@ def _remove(trial: Trial, kept: Tensor) -> None:
         raise PrivacyError("model", f"the chain fails {event} ({quote(error)})", remedy) from error
     if differ([before.values[kept]], [after.values], trial.loose):
         raise mixing(trial, whole, fewer, event, trial.loose)
-    _same_gradient(before, after, event, trial.loose)
-
-
-def _same_gradient(before: Outcome, after: Outcome, event: str, tolerance: float) -> None:
-    if differ(before.gradients, after.gradients, tolerance):
-        found = f"a backward pass mixes examples: the other rows' gradient moved {event}, their losses did not"
-        raise PrivacyError("model", found, "look for a custom autograd function or a hook on gradients")
+    if differ(before.gradients, after.gradients, trial.loose):
+        raise backward(trial, whole, fewer, event, trial.loose)
 
 
 def _check_collate(collate: Collate, samples: Sequence[Any], generators: Generators) -> None:
