@@ -8,9 +8,7 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +30,7 @@ from quietgrad.plan import Plan, default_delta
 from quietgrad.progress import bar
 from quietgrad.recipes import dp_sgd
 from quietgrad.run import Run
+from quietgrad.signals import interrupts
 from quietgrad.watch import MARK, Watch
 
 try:
@@ -288,27 +287,6 @@ def accuracy(model: nn.Module, part: tuple[Tensor, Tensor]) -> float:
         int((model(x).argmax(1) == y).sum()) for x, y in zip(part[0].split(4096), part[1].split(4096), strict=True)
     )
     return right / len(part[1])
-
-
-@contextmanager
-def interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is noted, so that the step in hand is finished; a second one does not wait."""
-    pressed = False
-
-    def note(number: int, frame: object) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def measured(done: Trained, data: Data) -> dict[str, Any]:

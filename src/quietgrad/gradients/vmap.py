@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +13,7 @@ from torch.func import grad_and_value, vmap
 from quietgrad.batches import Chunk, tree_map
 from quietgrad.gradients.chain import Chain
 from quietgrad.gradients.rows import Rows
+from quietgrad.signals import signals_wait
 from quietgrad.smooth import View
 from quietgrad.values import Context, Tensors
 
@@ -43,20 +41,3 @@ def vectorised(chain: Chain, parameters: Tensors, chunk: Chunk, views: Sequence[
     share = 1.0 / len(views)
     scaled = rows if len(views) == 1 else {name: r.mul_(share) for name, r in rows.items()}
     return Rows(parameters, scaled, losses * share, chunk.real)
-
-
-@contextmanager
-def signals_wait() -> Iterator[None]:
-    """What a signal's handler would raise (Ctrl-C) comes at the end: torch.func cannot be left between its lines."""
-    held: list[int] = []
-    handlers: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        found = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
-        handlers = {s: handler for s, handler in found.items() if callable(handler)}
-    with ExitStack() as stack:
-        for number, handler in handlers.items():
-            stack.callback(signal.signal, number, handler)
-            signal.signal(number, lambda n, frame: held.append(n))
-        yield
-    for number in held:
-        handlers[number](number, None)  # a frame would keep tensors of torch.func alive beyond its call
