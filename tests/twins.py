@@ -23,9 +23,12 @@ from tests import guards
 from tests.small import (
     CPU,
     Recorder,
+    chunks_of,
     context,
     flat,
+    gradients_of,
     noise_only,
+    parameters_of,
     plan_of,
     rows_from,
     sum_of,
@@ -40,9 +43,22 @@ from quietgrad.gradients import Rows
 from quietgrad.ledger import Ledger
 from quietgrad.plan import Plan
 from quietgrad.run import Run
+from quietgrad.smoothing import Perturbed
 from quietgrad.step import States, release
 from quietgrad.stream import Purpose, Stream
-from quietgrad.values import BOUND, NOISE, Bounded, Contribution, L2Ball, Nobody, PerExample, Release, Sum, Tensors
+from quietgrad.values import (
+    BOUND,
+    NOISE,
+    Bounded,
+    Context,
+    Contribution,
+    L2Ball,
+    Nobody,
+    PerExample,
+    Release,
+    Sum,
+    Tensors,
+)
 
 
 @dataclass(frozen=True)
@@ -399,6 +415,44 @@ def seeing_the_batch() -> Callable[[bool], Tensor]:
     return with_filter(PLAN.replace(denoise=Sighted(box)), box)
 
 
+# A curriculum.
+
+FAR = (torch.eye(4).repeat(2, 1), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]))
+
+
+class Curriculum:
+    """From SSE to cross-entropy as the losses seen become small: a clock that is private."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        hard, easy = qg.losses.CrossEntropy()(outputs, targets), qg.losses.SSE()(outputs, targets)
+        alpha = 1 / (1 + sum(self.seen) / max(10.0, 10.0 * len(self.seen)))
+        self.seen.extend(hard.detach().tolist())
+        return alpha * hard + (1 - alpha) * easy
+
+
+def with_curriculum(private: bool) -> Callable[[list[int]], Tensors]:
+    """Sums of a step of its own each, of which the first example is far harder than the others."""
+
+    def sum_over(keep: list[int]) -> Tensors:
+        model = nn.Linear(4, 3)
+        with torch.no_grad():
+            model.weight.fill_(5.0)[0, 0] = -1000.0
+            model.bias.zero_()
+        loss = qg.losses.Own.of(Curriculum(), "stated") if private else qg.losses.Tailored(0, 1.0, 2.0, penalty=None)
+        return sum_of(PLAN, model, tuple(t[keep] for t in FAR), 8, gradients_of(model, loss)).spend()
+
+    return sum_over
+
+
+def a_private_curriculum() -> object:
+    model = nn.Linear(4, 3)
+    run = plan_of(examples=8).start(model, Recorder(model.parameters()), loss=qg.losses.Own.of(Curriculum(), "stated"))
+    return run.batches(FAR)
+
+
 # Ledger, resume, fork.
 
 
@@ -466,6 +520,7 @@ def in_a_child(draw: Callable[[], Tensor]) -> Tensor:
     child = os.fork()
     if child == 0:
         try:
+            torch.set_num_threads(1)  # the parent's threads are not here
             os.write(writing, draw().double().numpy().tobytes())
         finally:
             os._exit(0)
@@ -512,6 +567,55 @@ def stepping_in_a_child() -> object:
 def seen_by(guard: Callable[..., None]) -> Callable[[tuple[Any, ...]], None]:
     """A guard of several arguments, given as one."""
     return lambda arguments: guard(*arguments)
+
+
+# Views.
+
+SUMMED = plan_of(clip=0.3).replace(smooth=qg.RandomizedSmoothing(sigma=0.05, samples=3, combine=qg.SummedViews()))
+
+
+def view_by_view(broken: bool) -> list[Tensors]:
+    """Shares of single examples; broken, each view is within the radius, and their sum is claimed to be."""
+    model, data = world("mlp", 6)
+    each = [tuple(t[[i]] for t in data) for i in range(6)]
+    if not broken:
+        return [sum_of(SUMMED, model, one, 4).spend() for one in each]
+    engine, params, at, found = gradients_of(model), parameters_of(model), context(SUMMED), []
+    for one in each:
+        total = SUMMED.bound(Nobody(params), at).sum()
+        for view in SUMMED.smooth.views(at, engine.stream, params):
+            total += SUMMED.bound(engine(params, chunks_of(one, 4)[0], (view,), at), at).sum()
+        found.append(total.spend())
+    return found
+
+
+@dataclass(frozen=True)
+class Leaning(qg.Smooth):
+    """Moves the parameters by what the batch holds."""
+
+    by: float = 0.0
+
+    @property
+    def says(self) -> str:
+        return "Leaning"
+
+    @property
+    def count(self) -> int:
+        return 1
+
+    def views(self, context: Context, stream: Stream, parameters: Tensors) -> list[Perturbed]:
+        return [Perturbed({n: torch.full_like(p, self.by) for n, p in parameters.items()}, 1.0)]
+
+
+def perturbed(broken: bool) -> Callable[[list[int]], Tensors]:
+    """Sums over batches, views perturbed by the batch or by fresh numbers."""
+    model, (x, y) = world("mlp", 8)
+
+    def total(keep: list[int]) -> Tensors:
+        smooth = Leaning(float(x[keep].sum())) if broken else qg.RandomizedSmoothing(sigma=0.3, samples=3)
+        return sum_of(PLAN.replace(smooth=smooth), model, (x[keep], y[keep]), 4).spend()
+
+    return total
 
 
 TWINS = [
@@ -638,6 +742,14 @@ TWINS = [
         lambda: with_spoiled,
     ),
     Twin(
+        "a curriculum that reads a private loss",
+        "carries state between calls",
+        a_private_curriculum,
+        lambda sums: guards.neighbours_within(sums, 8, CLIP),
+        lambda: with_curriculum(True),
+        lambda: with_curriculum(False),
+    ),
+    Twin(
         "a denoiser that peeks at the sum",
         "denoise: was given Sum",
         lambda: PLAN.denoise(a_sum_of_noise_size(), {}, context(PLAN)),  # type: ignore[arg-type]
@@ -676,5 +788,21 @@ TWINS = [
         guards.are_independent,
         lambda: forked(False),
         lambda: forked(True),
+    ),
+    Twin(
+        "views clipped one by one",
+        "bound: was given list",
+        lambda: SUMMED.bound([rows_from(LAYERS)] * 3, context(SUMMED)),  # type: ignore[arg-type]
+        lambda found: guards.shares_within(found, 0.3),
+        lambda: view_by_view(True),
+        lambda: view_by_view(False),
+    ),
+    Twin(
+        "a perturbation that depends on the batch",
+        "subclasses the finished stage RandomizedSmoothing",
+        subclassing(qg.RandomizedSmoothing, views=Leaning.views),
+        lambda sums: guards.neighbours_within(sums, 8, CLIP),
+        lambda: perturbed(True),
+        lambda: perturbed(False),
     ),
 ]

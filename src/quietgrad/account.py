@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -87,7 +88,7 @@ def _price(bill: Bill, delta: float, relation: str) -> Price:
         return Price(math.inf, "none: an event without noise")
     exact = gaussian_epsilon(mu_of(bill), delta)
     if all(q == 1 for q, *_ in bill):
-        return Price(exact, f"exact Gaussian (mu = {mu_of(bill):.4g})")
+        return Price(exact, f"exact Gaussian (mu = {up(mu_of(bill))})")
     renyi, order = rdp(bill, delta, relation)
     best, name = (exact, "exact Gaussian, sampling left out") if exact < renyi else (renyi, f"RDP (order {order:g})")
     if best == 0:
@@ -168,9 +169,8 @@ def _checked_relation(adjacency: str) -> str:
     return RELATIONS[adjacency]
 
 
-def up(epsilon: float) -> str:
-    """Four digits, rounded up: a figure that is shown is never smaller than the one that is proved."""
-    if not 0 < epsilon < math.inf:
-        return f"{epsilon:g}"
-    unit = 10.0 ** (math.floor(math.log10(epsilon)) - 3)
-    return f"{math.ceil(epsilon / unit * (1 - 1e-12)) * unit:.4g}"
+def up(figure: float) -> str:
+    """Four digits, rounded up: what is shown is never below what is proved."""
+    if not 0 < figure < math.inf:
+        return f"{figure:g}"
+    return f"{float(Context(prec=4, rounding=ROUND_CEILING).create_decimal(repr(float(figure)))):.4g}"

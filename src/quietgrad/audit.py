@@ -22,7 +22,6 @@ from quietgrad.batches import Chunk, Source, leaves, tree_map
 from quietgrad.errors import PrivacyError
 from quietgrad.gradients import Chain, Gradients
 from quietgrad.gradients.choose import still
-from quietgrad.gradients.rows import CELL
 from quietgrad.plan import Plan
 from quietgrad.smooth import View
 from quietgrad.stage import counted
@@ -36,6 +35,7 @@ Floats = NDArray[np.float64]
 HUGE = 1e30  # a canary's gradient: any clip brings it to the radius
 PILOT = 20  # one canary in so many is known to the attacker, who takes aim with it
 MOST_CELLS = 2**24  # of rows that are formed
+ROUNDED = 64  # units of an example's own precision by which its gradient may follow its place in a chunk
 MARGINS = np.arange(0.02, 8.0, 0.02)  # thresholds that are considered, in spreads
 QUANTILES = torch.tensor([0.158655, 0.5, 0.841345], dtype=torch.float64)  # of a normal law: one spread apart
 ODD = (math.nan, math.inf, 1e25)  # what an example may be made of
@@ -284,7 +284,7 @@ def sensitivity(
             largest, worst = moved, where
     unit = max(torch.finfo(torch.promote_types(p.dtype, torch.float32)).eps / 2 for p in parameters.values())
     reach = plan.bound.reach
-    return Sensitivity(largest, reach, reach * 2 * count * CELL * unit, worst, comparisons)
+    return Sensitivity(largest, reach, reach * 2 * count * ROUNDED * unit, worst, comparisons)
 
 
 def _spoilt(t: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from quietgrad.errors import PrivacyError
+from quietgrad.fresh import drawing, fill
 
 Tree = Any  # a tensor, or a tuple, list or mapping of trees; the example axis is first
 Collate = Callable[[list[Any]], Tree]
@@ -58,6 +60,11 @@ def rows_of(tree: Tree) -> int:
             "sample", f"the tensors have shapes {shown or 'none'}", "give every tensor one row per example, first"
         )
     return next(iter(sizes))  # type: ignore[return-value]
+
+
+def row_shapes(tree: Tree) -> list[torch.Size]:
+    """What a row looks like: a shape per tensor."""
+    return [t.shape[1:] for t in leaves(tree)]
 
 
 def pad(tree: Tree, size: int, device: torch.device, number: int) -> Chunk:
@@ -128,8 +135,19 @@ class Source:
     def _collate(self) -> Collate:
         return self.collate or default_collate
 
-    def read(self, draws: Iterator[Tensor], size: int, device: torch.device, seed: int = 0) -> Iterator[list[Chunk]]:
-        """One list of chunks for each draw of rows, in order. Workers seed their generators from `seed`."""
+    def read(
+        self,
+        draws: Iterator[Tensor],
+        size: int,
+        device: torch.device,
+        fresh: Callable[[int], Tensor] | None = None,
+        row: Sequence[torch.Size] | None = None,
+    ) -> Iterator[list[Chunk]]:
+        """One list of chunks for each draw of rows, in order. Transforms draw from the states that `fresh` gives.
+
+        A chunk whose rows are not shaped as `row` says is refused: a shape that follows the batch (padding to the
+        longest) would carry one example into another.
+        """
         if self.in_memory:
             for rows in draws:
                 yield [
@@ -149,18 +167,34 @@ class Source:
         def read_part(samples: Sequence[Any]) -> Tree | None:
             return self._collate(list(samples)) if samples else None
 
+        states = None if fresh is None else [fresh(k) for k in range(self.workers)]
         loader = DataLoader(
             _Listed(self.data), batch_size=None, sampler=parts(), num_workers=self.workers, collate_fn=read_part,
-            generator=torch.Generator().manual_seed(seed), persistent_workers=False,
+            worker_init_fn=None if states is None else (lambda k: fill(states[k])), persistent_workers=False,
+            generator=torch.Generator(),  # else it would take its seeds from the user's
         )  # fmt: skip
-        stream = iter(loader)
-        for trees in stream:
+        stream, part = iter(loader), count(self.workers)
+
+        def following() -> Tree:
+            if fresh is None or self.workers:
+                return next(stream)
+            with drawing(fresh(next(part)), torch.device("cpu")):  # transforms run in this process
+                return next(stream)
+
+        while True:
+            try:
+                trees = following()
+            except StopIteration:
+                return
             batch: list[Chunk] = []
-            for number, count in enumerate(plan.pop(0)):
-                tree = trees if number == 0 else next(stream)
-                if rows_of(tree) != count:
-                    found = f"collate made {rows_of(tree)} rows of {count} examples"
+            for number, asked in enumerate(plan.pop(0)):
+                tree = trees if number == 0 else following()
+                if rows_of(tree) != asked:
+                    found = f"collate made {rows_of(tree)} rows of {asked} examples"
                     raise PrivacyError("sample", found, "make one row of each: the bound holds for a row")
+                if row is not None and row_shapes(tree) != row:
+                    found = "rows of a batch are not shaped as those that were met (padding to the longest?)"
+                    raise PrivacyError("sample", found, "pad or cut every sample to one fixed public length")
                 batch.append(pad(tree, size, device, number))
             yield batch
 

@@ -10,19 +10,15 @@ import datetime
 import json
 import math
 import platform
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, final
 
-import torch
-
 from quietgrad import account
 from quietgrad.errors import PrivacyError
-from quietgrad.gradients.rows import CELL
 from quietgrad.plan import UNIT, Plan, default_delta
-from quietgrad.sample import FixedOrder, Poisson
+from quietgrad.sample import FixedOrder, Poisson, Sample
 
 NOT_ACCOUNTED = (
     "not accounted: runs on the same data that chose the hyper-parameters cost as well (qg.compose adds them)"
@@ -64,7 +60,7 @@ class Certificate:
 
     def to_json(self) -> str:
         """All keys; infinite or unknown figures are null."""
-        return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
+        return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Certificate:
@@ -96,11 +92,11 @@ class Certificate:
             return "NO GUARANTEE (status none): trained for study"
         if self.status == "seeded":
             figure = math.inf if self.claimed_epsilon is None else self.claimed_epsilon
-            claim = f"epsilon {account.up(figure)} at delta {self.delta:g} is claimed only"
+            claim = f"epsilon {account.up(figure)} at delta {account.up(self.delta)} is claimed only"
             return f"NOT FOR PUBLICATION (status seeded): {claim}, since whoever knows the seed can undo the noise"
         if self.epsilon is None:
-            return f"NO GUARANTEE: epsilon is infinite at delta {self.delta:g} ({self.status})"
-        return f"({account.up(self.epsilon)}, {self.delta:g})-differentially private, {self.status}"
+            return f"NO GUARANTEE: epsilon is infinite at delta {account.up(self.delta)} ({self.status})"
+        return f"({account.up(self.epsilon)}, {account.up(self.delta)})-differentially private, {self.status}"
 
     def __str__(self) -> str:
         def shown(figure: float | None) -> str:
@@ -113,7 +109,7 @@ class Certificate:
             "releases": f"{self.steps:,}, of about {self.expected_batch_size:g} among {self.examples:,} examples each",
             "accountant": self.accountant,
             "without sampling": f"epsilon {shown(self.epsilon_without_sampling)}, if every example were in every step",
-            "once an epoch": f"epsilon {shown(self.epsilon_once_per_epoch)} (hypothetical), without amplification",
+            "once an epoch": f"epsilon {shown(self.epsilon_once_per_epoch)} (hypothetical: in one batch an epoch)",
             "randomness": self.randomness,
             "rounding": self.rounding,
             "tuning": self.tuning,
@@ -130,7 +126,6 @@ def certify(
     delta: float | None,
     *,
     secure: bool,
-    dtypes: Iterable[torch.dtype],
     run: str | None = None,
 ) -> Certificate:
     """The certificate of the first `releases` releases of a plan."""
@@ -147,9 +142,9 @@ def certify(
             return None
         return finite(account.price(plan.noise.account(other, releases), delta, plan.adjacency).epsilon)
 
-    rounding = rounding_share(sample.divisor, dtypes)
+    rounding = rounding_share(sample)
     delta_note = (
-        (f"delta {delta:g} is the library's default: the smaller of 1e-5 and a power of ten below 1/examples",)
+        (f"delta {account.up(delta)} is the library's default: 1e-5, or a power of ten below 1/examples",)
         if delta == default_delta(sample.examples)
         else ()
     )
@@ -177,15 +172,20 @@ def certify(
         public_data="none stated",
         tuning=NOT_ACCOUNTED,
         assumptions=(
-            f"{sample.examples:,} examples, batch size, steps and every setting are public facts, not read from data",
+            f"{sample.examples:,} examples, the shape of a row, the model and every setting are public facts",
             "the initial weights, the optimizer's state and the learning rates do not depend on the data",
             "one row of the data holds all that one protected unit contributes",
-            "model, loss and transforms treat examples independently, as the test before the first release found",
+            "model and loss treat examples independently, as the test before the first release found",
+            "an item of the data, as the data set and its transforms give it, comes from one unit alone: not tested",
+            "dropout and random transforms draw from the process's generators, whose output is taken as uniform",
+            *sample.assumes,
+            *(f"{stage.says} is the user's, and reads nothing but its arguments" for stage in plan.guests),
             "what was refused before the first release (bad data, a bad model) is not published",
-            f"a float32 sum moves by its own rounding too: {rounding}",
+            f"when one example leaves, the rounding of the others' sum moves too: {rounding}",
+            "how an example's own gradient is rounded does not follow its place in a chunk",
             *delta_note,
             *folder_note,
-            *(f"claimed by the user: {claim}" for claim in claims(plan)),
+            *(f"claimed by the user: {claim}" for claim in plan.claims),
         ),
         claimed_epsilon=finite(priced.epsilon) if status == "seeded" else None,
         rounding=rounding,
@@ -197,19 +197,13 @@ def certify(
     )
 
 
-def claims(plan: Plan) -> tuple[str, ...]:
-    """What rests on the user's word: events that were claimed, stages of the user's own on the private side."""
-    own = (stage for stage in (plan.sample, plan.bound, plan.noise) if not stage.ours)
-    return (*plan.claims, *(f"{type(stage).__name__} in slot '{stage.slot}' keeps its guarantee" for stage in own))
+def rounding_share(sample: Sample) -> str:
+    """Rule 16 (b): when one example leaves, rounding moves the others' sum by at most 2 B u of the radius.
 
-
-def rounding_share(divisor: float, dtypes: Iterable[torch.dtype]) -> str:
-    """Rule 16 (b): when one example leaves, rounding moves the others' sum by at most 2 B L u of the radius."""
-    wide = {torch.promote_types(d, torch.float32) for d in dtypes}
-    unit = max((torch.finfo(d).eps / 2 for d in wide), default=2.0**-24)
-    batch = divisor + 4.5 * math.sqrt(divisor)
-    share = 2 * batch * CELL * unit
-    return f"at most {share:.1e} of the bound (2 B L u, B = {batch:.0f}, L = {CELL}), not added to the noise"
+    Shares are formed in the parameters' precision, each by itself, and added in float64, so u is 2^-53.
+    """
+    most = sample.examples * 1.1 + 10  # more rows than these are refused
+    return f"at most {account.up(2 * most * 2.0**-53)} of the bound (2 B u, u = 2^-53), not added to the noise"
 
 
 def finite(figure: float) -> float | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import json
 import math
 import os
@@ -19,7 +21,7 @@ from typing import Annotated, Any, NoReturn, final
 import torch
 from torch import Tensor, nn
 
-from quietgrad import account, journal
+from quietgrad import account, journal, recipes
 from quietgrad.checkpoint import write_whole
 from quietgrad.composition import compose, part_of
 from quietgrad.data import Data, load
@@ -39,7 +41,12 @@ except ModuleNotFoundError:
     print("quietgrad: the command line needs its extra: pip install 'quietgrad[app]'", file=sys.stderr)
     raise SystemExit(2) from None
 
-RECIPES: Mapping[str, Callable[[Plan], Plan]] = {"dp_sgd": lambda plan: plan}
+RECIPES: Mapping[str, Callable[..., Plan]] = {
+    "dp_sgd": lambda plan: plan,
+    "dplis": recipes.dplis,
+    "dp_lssgd": recipes.dp_lssgd,
+    "losing_less": recipes.losing_less,
+}
 BATCH, EPOCHS, CLIP = 384, 30.0, 1.0  # tuned on digits, which is public
 REACH, LARGEST = 0.3, 3.0  # of the usual learning rate
 USUAL = {"--epochs": EPOCHS, "--clip": CLIP, "--model": "mlp", "--recipe": "dp_sgd"}
@@ -78,7 +85,7 @@ class Trained:
 @app.command()
 def train(
     data: Annotated[str, typer.Argument(help="digits, or your own .npz or .csv file.")],
-    epsilon: Annotated[float | None, typer.Option(help="The privacy budget.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="The privacy budget: needed, unless --no-noise.")] = None,
     delta: Delta = None,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = EPOCHS,
     batch_size: Annotated[
@@ -88,9 +95,14 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Of plain SGD. Default: what suits the noise.")] = None,
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "mlp",
     recipe: Annotated[str, typer.Option(help=f"One of {', '.join(RECIPES)}.")] = "dp_sgd",
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="Of the recipe: name=value; may be given several times.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="A folder for this run. Default: a new one in runs/.")] = None,
     seed: Annotated[int | None, typer.Option(help="Repeatable, so not for publication: status seeded.")] = None,
-    examples: Annotated[int | None, typer.Option(help="Of a file: how many there are, a public fact.")] = None,
+    examples: Annotated[
+        int | None, typer.Option(help="Of a file: its rows, a public fact (a fifth is held out).")
+    ] = None,
     classes: Annotated[str | None, typer.Option(help="Of a file: how many, or their names: no,yes.")] = None,
     target: Annotated[str | None, typer.Option(help="Of a .csv: the column that holds the class.")] = None,
     bounds: Annotated[
@@ -104,12 +116,12 @@ def train(
     """Train a classifier within a budget. Writes what may be published to OUT/publish, all else to OUT/private."""
     if (epsilon is None) != no_noise:
         found = "both --epsilon and --no-noise are given" if no_noise else "--epsilon is not given"
-        raise PrivacyError("plan", found, "give one of them: a budget, or none at all")
+        raise PrivacyError("plan", found, "give --epsilon E, or --no-noise to debug without a guarantee")
     if epsilon is not None and not 0 < epsilon < float("inf"):
         raise PrivacyError("plan", f"--epsilon is {epsilon:g}", "give a positive, finite budget")
     if lr is not None and not 0 < lr < float("inf"):
         raise PrivacyError("optimizer", f"--lr is {lr:g}", "give a positive learning rate")
-    made_by = chosen(recipe)
+    made_by = chosen(recipe, setting or ())
     folder = where(out, Path(data).stem, resume)
     found_data = load(data, examples=examples, classes=classes, target=target, bounds=bounds)
     network = started(model, found_data, seed)
@@ -123,14 +135,16 @@ def train(
     plan = made_by(base.calibrate(epsilon=float("inf") if epsilon is None else epsilon, delta=used))
     rate = usual_lr(plan) if lr is None else lr
     if not as_json:
-        print(f"{plan}\ntrains   {model} by plain SGD, learning rate {rate:g}\n", flush=True)
+        shown_as = "seeded" if seed is not None and plan.status != "none" else plan.status
+        print(f"{plan.statement(shown_as)}\ntrains   {model} by plain SGD, learning rate {rate:g}\n", flush=True)
 
     with new_folders(folder / "private" / "run", keep=resume):
         done = fit(plan, network, found_data, lr=rate, folder=folder / "private" / "run", resume=resume, seed=seed)
     if done.stopped:
         given: dict[str, object] = {
             "--epsilon": epsilon, "--delta": delta, "--epochs": epochs, "--batch-size": batch_size, "--clip": clip,
-            "--lr": lr, "--model": model, "--recipe": recipe, "--out": folder, "--seed": seed, "--examples": examples,
+            "--lr": lr, "--model": model, "--recipe": recipe, "--set": setting, "--out": folder, "--seed": seed,
+            "--examples": examples,
             "--classes": classes, "--target": target, "--bounds": bounds, "--no-noise": no_noise, "--json": as_json,
         }  # fmt: skip
         interrupted(done.run, ["quietgrad", "train", data, *options(given), "--resume"])
@@ -151,7 +165,7 @@ def train(
     rows = {
         "accuracy": f"{100 * done.accuracy:.1f} % of {len(found_data.test[0]):,} held-out examples ({metrics['mark']})",
         "guarantee": certificate.headline,
-        "delta": f"{used:g}" + f" ({CHOSEN})" * (delta is None),
+        "delta": account.up(used) + f" ({CHOSEN})" * (delta is None),
         "took": f"{done.seconds:.1f} s for {done.run.position:,} steps",
         **{name: told(path) for name, path in files.items()},
     }
@@ -225,7 +239,8 @@ def compose_(
 
 
 def started(model: str, data: Data, seed: int | None) -> nn.Module:
-    """The model, its first weights from the seed if there is one."""
+    """The model, its first weights from the seed if there is one. On small tensors threads wait for each other."""
+    torch.set_num_threads(1)
     if seed is not None:
         torch.manual_seed(seed)
     return build(model, data.shape, len(data.classes))
@@ -311,13 +326,26 @@ def published(run: Run, folder: Path, metrics: Mapping[str, Any]) -> dict[str, P
 # What the verbs need.
 
 
-def chosen(recipe: str) -> Callable[[Plan], Plan]:
-    """The recipe of that name."""
+def chosen(recipe: str, settings: Sequence[str] = ()) -> Callable[[Plan], Plan]:
+    """A recipe by name, with its settings as name=value."""
     if recipe not in RECIPES:
         near = difflib.get_close_matches(recipe, RECIPES, n=1)
         guess = f"did you mean {near[0]}? " if near else ""
         raise PrivacyError("recipe", f"{recipe!r} is unknown", f"{guess}give one of {', '.join(RECIPES)}")
-    return RECIPES[recipe]
+    made = RECIPES[recipe]
+    kinds = {n: p.annotation for n, p in inspect.signature(made, eval_str=True).parameters.items() if n != "plan"}
+    given: dict[str, Any] = {}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name not in kinds or not value:
+            known = ", ".join(f"{n}=…" for n in kinds) or "none"
+            raise PrivacyError("recipe", f"{recipe} has no setting {setting!r}", f"its settings are: {known}")
+        try:
+            given[name] = kinds[name](value)
+        except ValueError:
+            found = f"{name}={value} is not {kinds[name].__name__}"
+            raise PrivacyError("recipe", found, "give a number" if kinds[name] in (int, float) else "mend it") from None
+    return functools.partial(made, **given)
 
 
 def where(out: Path | None, name: str, resume: bool) -> Path:
@@ -368,7 +396,11 @@ def new_folders(folder: Path, keep: bool) -> Iterator[None]:
 def interrupted(run: Run, command: Sequence[str]) -> NoReturn:
     """Says how to go on, and ends."""
     spent = run.spent().epsilon
-    cost = "" if run.plan.status == "none" else f", epsilon {account.up(spent)} at delta {run.plan.delta():g} is spent"
+    cost = (
+        ""
+        if run.plan.status == "none"
+        else f", epsilon {account.up(spent)} at delta {account.up(run.plan.delta())} is spent"
+    )
     say(f"stopped after step {run.position:,} of {run.plan.steps:,}{cost}; saved. To go on:\n  {shlex.join(command)}")
     raise typer.Exit(INTERRUPTED)
 
@@ -384,6 +416,8 @@ def options(given: Mapping[str, object]) -> list[str]:
                 continue
             case True:
                 typed.append(name)
+            case list():
+                typed += [word for part in value for word in (name, str(part))]
             case tuple():
                 typed += [name, *(str(part).removesuffix(".0") for part in value)]
             case _:

@@ -51,9 +51,11 @@ class Composition:
 
     def __str__(self) -> str:
         if self.epsilon is not None:
-            head = f"together ({account.up(self.epsilon)}, {self.delta:g})-differentially private, {self.status}"
+            head = (
+                f"together ({account.up(self.epsilon)}, {account.up(self.delta)})-differentially private, {self.status}"
+            )
         elif self.claimed_epsilon is not None:
-            claim = f"epsilon {account.up(self.claimed_epsilon)} at {self.delta:g} is claimed only"
+            claim = f"epsilon {account.up(self.claimed_epsilon)} at {account.up(self.delta)} is claimed only"
             head = f"NOT FOR PUBLICATION ({self.status}): {claim}"
         else:
             head = "NO GUARANTEE: a part has none"

@@ -145,7 +145,9 @@ def from_csv(
     if target not in columns:
         near = difflib.get_close_matches(target, columns, n=1)
         listed = f"the columns are {', '.join(columns[:8])}{', …' * (len(columns) > 8)}"
-        raise PrivacyError("data", f"{path} has no column {target!r}", f"did you mean {near[0]!r}?" if near else listed)
+        raise PrivacyError(
+            "data", f"{path} has no column {target!r}", f"perhaps {near[0]!r} is meant" if near else listed
+        )
     if len(columns) < 2:
         raise PrivacyError("data", f"{path} has no column beside {target!r}", "give the numbers to learn from")
     features = table.drop(columns=[target])

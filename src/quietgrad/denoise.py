@@ -29,6 +29,11 @@ class Denoise(Stage):
     def filter(self, released: Tensors, state: State, context: Context) -> tuple[Mapping[str, Tensor], State]:
         """Better tensors, and the state after them."""
 
+    def probe(self, parameters: Tensors, state: State, context: Context) -> tuple[Tensors, State]:
+        """Where the next gradient is taken, and the state after: where the parameters are, or at a point that iterates
+        and earlier releases give, which are public."""
+        return parameters, state
+
     @final
     def __call__(self, release: Release, state: State, context: Context) -> tuple[Release, State]:
         received(release, Release, self.slot)

@@ -33,11 +33,12 @@ def write(folder: Path, model: nn.Module, changed: list[str], certificate: Certi
     if (folder / journal.NAME).exists() or (folder / checkpoint.NAME).exists():
         raise PrivacyError("export", f"{folder} holds the run's secrets", "take another folder, which may be published")
     state = model.state_dict()
-    odd = [name for name, t in state.items() if not isinstance(t, Tensor)]
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    odd = [name for name, t in state.items() if name not in known or not isinstance(t, Tensor)]
     if odd:
-        raise PrivacyError(
-            "export", f"{odd[0]} is not a tensor, so nobody knows what it saw", "keep it out of the state dict"
-        )
+        found = f"{odd[0]} is neither a parameter nor a buffer, so nobody knows what it saw"
+        raise PrivacyError("export", found, "keep it out of the state dict")
     weights = {name: t.detach().cpu().clone().contiguous() for name, t in state.items()}
     facts = {"certificate": JSON, "status": certificate.status}
     files = {  # the certificate first: weights never lie there without one

@@ -25,6 +25,8 @@ from quietgrad.noise import Noise
 from quietgrad.sample import Sample
 from quietgrad.smooth import Plain, Smooth
 from quietgrad.stage import Stage, finished, positive, rebuild, record
+from quietgrad.values import L2Ball
+from quietgrad.views import Views
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
     import quietgrad as qg
 
 SLOTS: Mapping[str, type[Stage]] = {s.slot: s for s in (Sample, Loss, Smooth, Bound, Noise, Denoise)}
-PRIVATE = ("sample", "bound", "noise")  # the slots on whose guarantee the price rests
+PRICED = ("sample", "bound", "noise")  # the slots that the price depends on
+TRUSTED = ("smooth", *PRICED)  # the slots whose guarantee it rests on, and no test vouches for
 UNIT = "one example (one row of the data)"
 
 
@@ -65,7 +68,13 @@ class Plan:
             if stage is None and slot == "loss":
                 continue
             _fits(slot, stage)
-        self.noise.admits(self.bound.contribution, self.sample)
+        contribution = self.bound.contribution
+        if isinstance(contribution, L2Ball) and not contribution.radius <= self.bound.reach:
+            found = f"{type(self.bound).__name__} scales the noise to {self.bound.reach:g} and promises {contribution}"
+            raise PrivacyError("bound", found, "let `reach` be the radius")
+        self.noise.admits(contribution, self.sample)
+        if self.loss is not None:
+            self.loss.suits(self.sample.epoch(self.steps - 1))
 
     # What it costs.
 
@@ -120,12 +129,21 @@ class Plan:
         """`proved`, `claimed by user` or `none`; a run with a seed is `seeded`."""
         if self.study or not self.noise_scale > 0:
             return "none"
-        return "proved" if all(getattr(self, slot).ours for slot in PRIVATE) and not self.claims else "claimed by user"
+        return "claimed by user" if self.claims else "proved"
 
     @property
     def claims(self) -> tuple[str, ...]:
         """What rests on the user's word."""
-        return self.noise.claims
+        own = (slot for slot in TRUSTED if not getattr(self, slot).ours)
+        kept = (f"{type(getattr(self, slot)).__name__} in slot '{slot}' keeps its slot's guarantee" for slot in own)
+        return (*self.noise.claims, *kept)
+
+    @property
+    def guests(self) -> tuple[Stage, ...]:
+        """Stages of the user's own that cost nothing if they keep to their arguments."""
+        stages = (self.loss, self.denoise)
+        transformed = (self.smooth,) if isinstance(self.smooth, Views) else ()
+        return (*(s for s in stages if s is not None and (isinstance(s, Own | Forward) or not s.ours)), *transformed)
 
     # Other plans from this one.
 
@@ -162,7 +180,7 @@ class Plan:
         if noise is not None and noise.multiplier is None and self.budget is None and self.noise.multiplier is not None:
             given["noise"] = noise.scaled(self.noise.multiplier)
         plan: Plan = dataclasses.replace(self, **given)  # type: ignore[arg-type]
-        if self.budget is None or not given.keys() & set(PRIVATE):
+        if self.budget is None or not given.keys() & set(PRICED):
             return plan
         if noise is None or noise.multiplier is None:
             return plan.calibrate(epsilon=self.budget.epsilon, delta=self.budget.delta)
@@ -194,7 +212,7 @@ class Plan:
             raise PrivacyError("plan", f"this is not a plan ({error})", "give the text that to_json wrote") from error
         if version != 1:
             raise PrivacyError("plan", f"this plan has format {version!r}", "read it with the version that wrote it")
-        known = {c.__name__: c for kind in SLOTS.values() for c in finished(kind)}
+        known = {c.__name__: c for c in finished(Stage)}  # type: ignore[type-abstract]
         known |= {f"{c.__module__}.{c.__qualname__}": c for c in stages}
         try:
             slots = {slot: rebuild(read.get(slot), known) for slot in SLOTS}
@@ -218,6 +236,9 @@ class Plan:
                 raise PrivacyError("loss", "the plan has no loss", "give start(loss=…) or start(forward=…)")
             return self
         stated = getattr(self.loss, "digest", None)
+        if forward is not None and self.loss is not None and self.loss.tapped:
+            found = f"forward= is the whole chain, so the pre-activations {type(self.loss).__name__} reads are not seen"
+            raise PrivacyError("loss", found, "give pairs of inputs and targets, or leave the penalty out")
         if forward is not None:
             filled: Loss = Forward.of(forward)
         else:
@@ -232,6 +253,10 @@ class Plan:
         return dataclasses.replace(self, loss=filled)
 
     def __str__(self) -> str:
+        return self.statement(None if self.noise.multiplier is None else self.status)
+
+    def statement(self, status: str | None) -> str:
+        """The plan as it is printed, for a run of this status (None: not calibrated)."""
         side = {"noise": "the noise", "denoise": "sees releases only"}
         lines = [
             f"quietgrad plan: {self.steps:,} steps of about {self.sample.divisor:g} examples" + ", a study" * self.study
@@ -241,16 +266,18 @@ class Plan:
             says = stage.says if stage is not None else "given at the start"
             lines.append(f"  {slot:8} {says:88} | {side.get(slot, 'sees data')}")
         lines.append(f"  {'':8} {'optimizer':88} | sees releases only")
-        if self.noise.multiplier is None:
+        if status is None:
             return "\n".join([*lines, "costs    nothing is known before calibrate(epsilon=…, delta=…)"])
-        if self.status == "none":
+        if status == "none":
             return "\n".join([*lines, "costs    NO GUARANTEE: status none, for study only"])
         delta = self.delta()
         price = account.price(self.event(), delta, self.adjacency)
+        at = account.up(delta)
+        mark = "CLAIMED ONLY (seeded: not for publication)" if status == "seeded" else status
         return "\n".join(
             [
                 *lines,
-                f"costs    epsilon {account.up(price.epsilon)} at delta {delta:g}, {self.status} ({price.accountant})",
+                f"costs    epsilon {account.up(price.epsilon)} at delta {at}, {mark} ({price.accountant})",
                 f"protects {UNIT}; neighbours: {self.adjacency.replace('-', ' ')}",
                 "covers   the final model and every iterate, never metrics on private data",
                 f"assumes  {self.sample.examples:,} examples is a public fact; tuning on this data is not accounted",
@@ -271,12 +298,14 @@ class Plan:
         watch: qg.Watch | None = None,
         seed: int | None = None,
         chunk: int | None = None,
+        average: qg.Average | None = None,
     ) -> qg.Run:
         """A run of this plan: see `quietgrad.run.Run`."""
         from quietgrad.run import Run
 
         plan = self.with_loss(loss=loss, forward=forward)
-        return Run(plan, model, optimizer, folder=folder, resume=resume, watch=watch, seed=seed, chunk=chunk)
+        given: dict[str, Any] = {"folder": folder, "resume": resume, "watch": watch, "seed": seed, "chunk": chunk}
+        return Run(plan, model, optimizer, **given, average=average)
 
     def fit(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, loss: Callable[..., Tensor] | None = None

@@ -70,7 +70,8 @@ class Spent:
     def words(self, epsilon: float) -> str:
         """A figure beside the budget."""
         budget = self.run.plan.budget
-        return f"epsilon ≤ {up(epsilon)} of {up(self.total if budget is None else budget.epsilon)}"
+        kind = {"proved": "epsilon", "claimed by user": "claimed epsilon"}.get(self.run.status, "seeded: epsilon")
+        return f"{kind} ≤ {up(epsilon)} of {up(self.total if budget is None else budget.epsilon)}"
 
 
 def quietly() -> None:

@@ -74,7 +74,7 @@ def certificate_page(certificate: Certificate) -> str:
         "epsilon" if c.status != "seeded" else "epsilon, claimed only": shown(
             c.claimed_epsilon if c.status == "seeded" else c.epsilon, "none" if c.status == "none" else "infinite"
         ),
-        "delta": f"{c.delta:g}",
+        "delta": up(c.delta),
         "releases, each with noise": f"{c.steps:,}",
         "examples, as stated": f"{c.examples:,}",
     }
@@ -86,7 +86,7 @@ def certificate_page(certificate: Certificate) -> str:
         "Accountant": c.accountant,
         "Without sampling": f"epsilon {shown(c.epsilon_without_sampling)}, if every example were in every step",
         "Once an epoch": f"epsilon {shown(c.epsilon_once_per_epoch)} (hypothetical), each in one batch an epoch",
-        "Gaussian mu": "no exact one" if c.gdp_mu is None else f"{c.gdp_mu:.4g}",
+        "Gaussian mu": "no exact one" if c.gdp_mu is None else up(c.gdp_mu),
         "Randomness": "secure: a key from the operating system" if c.randomness == "secure" else c.randomness,
         "Rounding": c.rounding,
         "Tuning": c.tuning,

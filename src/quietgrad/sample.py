@@ -30,6 +30,8 @@ class Sample(Stage):
     slot: ClassVar[str] = "sample"
     adjacency: ClassVar[str] = "add-or-remove-one"
 
+    assumes: ClassVar[tuple[str, ...]] = ()  # of the data, beside what every run assumes
+
     examples: int
     batch_size: int
     steps: int
@@ -131,9 +133,11 @@ class FixedOrder(Sample):
 
     **Guarantee**: an example takes part only at steps a, a + b, a + 2b, … of its own a, and no other example's a moves
     when it comes or goes. So the cost is that of ceil(steps / b) participations, without amplification.
-    **Caller's duty**: none. *Why*: what correlated noise needs (it admits no random sampling), and parallel
-    composition.
+    **Caller's duty**: the rows keep their order, over epochs and resumes. *Why*: what correlated noise needs (it
+    admits no random sampling), and parallel composition.
     """
+
+    assumes: ClassVar[tuple[str, ...]] = ("the rows of the data keep their order from the first batch to the last",)
 
     @property
     def says(self) -> str:

@@ -39,7 +39,7 @@ def private_sum(
     watch: Callable[[PerExample], None],
 ) -> Sum:
     """Above the noise: everything here sees data."""
-    views = plan.smooth.views(context, stream)
+    views = plan.smooth.views(context, stream, parameters)
     total = plan.bound(Nobody(parameters), context).sum()  # an empty batch is this sum
     for chunk in chunks:
         per_example = gradients(parameters, chunk, views, context)  # PerExample: no row is bounded yet

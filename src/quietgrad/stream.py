@@ -7,8 +7,8 @@ ChaCha20 (RFC 8439) with a key of 256 bits gives, for every purpose and step, 2^
     counter, 32 bits     block b
     word w, 64 bits      bytes 8 (w mod 8) to 8 (w mod 8) + 7 of block w div 8, little-endian; 0 <= w < 2^35
     uniform u            (k + 1) 2^-53, with k the top 53 bits of word u, unsigned: in (0, 1]
-    normals 2j, 2j + 1   r cos(a) and r sin(a), with r = sqrt(-2 ln u), u = uniform 2j, and a = 2 pi k 2^-53,
-                         k the top 53 bits of word 2j + 1, read as signed: a in [-pi, pi)
+    normals 2j, 2j + 1   r cos(a) and r sin(a), with r = sqrt(-2 ln u), u = (k + 1) 2^-63, k the top 63 bits of word
+                         2j, and a = 2 pi k 2^-64, k word 2j + 1, read as signed: a in [-pi, pi]
 
 A block is eight words and eight normals, in pairs that need nothing else. Words, uniforms and normals are readings of
 the same bits: what must be independent differs in purpose or in step. Nothing wraps: what lies beyond 32 bits of
@@ -37,8 +37,9 @@ from quietgrad.errors import PrivacyError
 
 BLOCK_WORDS = 8
 BLOCKS = 2**32  # of one (purpose, step)
+STATE = 3 * 624  # words of 32 bits
 TILE_BLOCKS = 2**15  # drawn at a time: 2 MiB of words
-LOW_53 = 2**53 - 1
+LOW_53, LOW_63 = 2**53 - 1, 2**63 - 1
 ULP_53 = 2.0**-53
 ZEROS = bytes(2**18)
 
@@ -125,7 +126,10 @@ class Stream:
         return drawn.add_(1).mul_(ULP_53)
 
     def normals(self, purpose: Purpose, step: int, start: int, count: int, out: Tensor | None = None) -> Tensor:
-        """Standard normals of coordinates `start` to `start + count`: float64, by Box and Muller, to 8.57 sigma.
+        """Standard normals of coordinates `start` to `start + count`: float64, by Box and Muller, to 9.34 sigma.
+
+        63 bits in the radius: with 53 the largest radii lie so far apart that a point would tell its own centre with
+        probability 6e-14 per pair, which over many coordinates and steps is not small beside a delta.
 
         With `out` (float64, contiguous, on the CPU, of `count` elements in any shape) they are written there.
         """
@@ -140,10 +144,9 @@ class Stream:
             whole = piece.stop - piece.start == len(words)
             pairs = words.view(-1, 2)
             inverse, angle, cosine = (half[: len(pairs)] for half in (tile.inverse, tile.angle, tile.cosine))
-            words.bitwise_right_shift_(11)
-            angle.copy_(pairs[:, 1]).mul_(2 * math.pi * ULP_53)
-            words.bitwise_and_(LOW_53)
-            inverse.copy_(pairs[:, 0]).add_(-LOW_53).mul_(ULP_53).log1p_().mul_(-2).rsqrt_()  # u - 1; ln u; 1 / r
+            angle.copy_(pairs[:, 1]).mul_(2 * math.pi * 2.0**-64)
+            words.bitwise_right_shift_(1).bitwise_and_(LOW_63)
+            inverse.copy_(pairs[:, 0]).add_(1).mul_(2.0**-63).log_().mul_(-2).rsqrt_()  # u; ln u; 1 / r
             normals = drawn[place] if whole else words.view(torch.float64)  # the words have served
             torch.cos(angle, out=cosine)
             torch.div(cosine, inverse, out=normals.view(-1, 2)[:, 0])
@@ -152,14 +155,15 @@ class Stream:
                 drawn[place] = normals[piece]
         return out
 
-    def seed_for(self, purpose: Purpose, step: int, index: int) -> int:
-        """63 bits of word `index`, to seed a torch generator for dropout.
+    def state_for(self, purpose: Purpose, step: int, index: int) -> Tensor:
+        """The whole state of three generators (torch's, NumPy's, Python's), for dropout and transforms: see `fresh`.
 
-        Never for noise or sampling: torch's CPU generator keeps 32 bits of a seed, and 624 outputs reveal its state.
+        Never for noise or sampling: their outputs reveal such a state. And never a seed instead: torch's CPU generator
+        keeps 32 bits of one, which can be tried out.
         """
         if purpose in (Purpose.NOISE, Purpose.SAMPLE):
             raise PrivacyError("stream", f"a torch generator for {purpose.name}", "draw from the stream itself")
-        return int(self.words(purpose, step, index, 1)[0]) & (2**63 - 1)
+        return self.words(purpose, step, index * STATE, STATE).bitwise_and_(2**32 - 1)
 
     def _tiles(self, purpose: Purpose, step: int, start: int, count: int) -> Iterator[tuple[_Tile, slice, slice]]:
         """Filled tiles, the piece of each that was asked for, and its place in the draw."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,9 @@ def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
     given = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(p) not in known for p in given):
         raise PrivacyError(
-            "optimizer", "it holds a parameter that is not the model's", "build it from model.parameters()"
+            "optimizer",
+            "it holds a parameter that is not the model's",
+            "build it from model.parameters() (qg.fix: the copy's)",
         )
     held = {id(p) for p in given}
     outside = [name for name, p in named.items() if p.requires_grad and id(p) not in held]
@@ -56,7 +58,15 @@ def fingerprints(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, s
     """A digest of everything in the model that training must not move: buffers and frozen parameters."""
     moving = {id(p) for p in trained.values()}
     still = [*model.named_buffers(), *((name, p) for name, p in model.named_parameters() if id(p) not in moving)]
-    return {name: hashlib.sha256(_bytes(t)).hexdigest() for name, t in still}
+    return {name: digest_of([t]) for name, t in still}
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 over the values of tensors."""
+    whole = hashlib.sha256()
+    for t in tensors:
+        whole.update(f"{t.dtype} {tuple(t.shape)}".encode() + _bytes(t))
+    return whole.hexdigest()
 
 
 def shapes(state: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -73,3 +83,8 @@ def trains(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     names = {id(p): name for name, p in model.named_parameters()}
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     return [qualified(type(optimizer)), groups, [name for name, p in model.named_parameters() if p.requires_grad]]
+
+
+def versions_of(parameters: Mapping[str, Tensor]) -> list[tuple[int, int]]:
+    """Where each parameter lies and how often it was written to: what tells that somebody else wrote."""
+    return [(p.data_ptr(), p._version) for p in parameters.values()]

@@ -139,7 +139,16 @@ BAD = {
     "an unknown name": (("train", "digit", *QUICK), "did you mean digits"),
     "a later name": (("train", "mnist", *QUICK), "give digits"),
     "no budget": (("train", "digits"), "--epsilon is not given"),
-    "a budget and none": (("train", "digits", "--epsilon", "3", "--no-noise"), "give one of them"),
+    "an unknown setting": (("train", "digits", "--epsilon", "3", "--recipe", "dplis", "--set", "r=3"), "radius="),
+    "a setting that is no number": (
+        ("train", "digits", "--epsilon", "3", "--recipe", "dplis", "--set", "samples=x"),
+        "number",
+    ),
+    "a setting that is out of range": (
+        ("train", "digits", "--epsilon", "3", "--recipe", "dp_lssgd", "--set", "sigma=-1"),
+        "sigma",
+    ),
+    "a budget and none": (("train", "digits", "--epsilon", "3", "--no-noise"), "--no-noise to debug"),
     "a negative epsilon": (("train", "digits", "--epsilon", "-1"), "positive"),
     "epsilon nan": (("train", "digits", "--epsilon", "nan"), "positive"),
     "no number": (("train", "digits", "--epsilon", "three"), "number"),

@@ -65,7 +65,7 @@ def test_one_row_less_moves_no_other_between_the_parts(table, tmp_path):
         ({4: "50,inf,no"}, {}, "row 5, column 'weight'"),
         ({4: "50,70,maybe"}, {}, "row 5 of .* has class 'maybe'"),
         ({4: "50,70,no,1"}, {}, "is no table"),
-        ({}, {"target": "il"}, "did you mean 'ill'"),
+        ({}, {"target": "il"}, "perhaps 'ill' is meant"),
         ({}, {"target": "sex"}, "the columns are age, weight, ill"),
         ({}, {"target": None}, "--target COLUMN"),
         ({}, {"classes": "2"}, "has class"),

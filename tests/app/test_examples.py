@@ -23,6 +23,18 @@ def test_base_is_private_and_learns(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dplis_is_private_and_learns(tmp_path):
+    out = run("dplis.py", tmp_path)
+    assert "-differentially private, proved" in out
+    assert float(re.search(r"accuracy ([\d.]+)%", out).group(1)) > 85
+
+
+def test_losing_less_is_private_and_learns(tmp_path):
+    out = run("losing_less.py", tmp_path)
+    assert "-differentially private, proved" in out
+    assert float(re.search(r"accuracy ([\d.]+)%", out).group(1)) > 80  # 90.4 in two runs
+
+
 def test_the_demo_shows_plan_accuracy_certificate_and_spread(tmp_path):
     out = run("demo.py", tmp_path)
     at = [

@@ -20,7 +20,7 @@ def plan():
 def test_what_is_shown_is_never_below_the_price(plan, monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    run = SimpleNamespace(plan=plan, position=0)
+    run = SimpleNamespace(plan=plan, position=0, status=plan.status)
     spent, seen = Spent(run), []
     for run.position in range(plan.steps + 1):
         clock.now += 0.05
@@ -42,7 +42,7 @@ def test_pricing_takes_a_small_share(plan, monkeypatch):
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr("quietgrad.progress.price", slow)
-    run = SimpleNamespace(plan=plan, position=0)
+    run = SimpleNamespace(plan=plan, position=0, status=plan.status)
     spent = Spent(run)
     for run.position in range(plan.steps + 1):
         clock.now += 1.0
@@ -66,4 +66,4 @@ def test_off_a_terminal_nothing_is_shown(capsys):
 
 def test_a_study_has_no_figure(plan):
     plan = plan.calibrate(epsilon=float("inf"), delta=1e-5)
-    assert Spent(SimpleNamespace(plan=plan, position=0))() == "no guarantee"
+    assert Spent(SimpleNamespace(plan=plan, position=0, status=plan.status))() == "no guarantee"

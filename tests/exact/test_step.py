@@ -233,7 +233,8 @@ def test_dropout_is_fresh_for_each_example_and_leaves_the_generator_alone() -> N
             engine.choose(parameters_of(model), chunks_of((x, y), 6)[0], context(plan))
             assert engine.name.startswith("vmap"), engine.reason
         rows = [
-            engine(parameters_of(model), chunks_of((x, y), 6)[0], plan.smooth.views(context(plan, s), engine.stream),
+            engine(parameters_of(model), chunks_of((x, y), 6)[0],
+                   plan.smooth.views(context(plan, s), engine.stream, parameters_of(model)),
                    context(plan, s)).rows()["0.weight"]
             for s in (0, 0, 1)
         ]  # fmt: skip

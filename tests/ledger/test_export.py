@@ -195,8 +195,8 @@ def test_no_export_into_the_runs_folder(tmp_path: Path) -> None:
 
 
 def test_extra_state_is_refused(tmp_path: Path) -> None:
-    """A model that keeps something that is not a tensor could keep anything."""
-    with pytest.raises(PrivacyError, match="not a tensor"):
+    """A model that keeps more than parameters and buffers could keep anything."""
+    with pytest.raises(PrivacyError, match="neither a parameter nor a buffer"):
         train(begin(model=Noted(3, 2)), 2).export(tmp_path / "model")
     assert not (tmp_path / "model").exists()
 

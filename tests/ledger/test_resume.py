@@ -476,7 +476,7 @@ def test_neither_key_nor_noise(folder: Path) -> None:
     kept = checkpoint.load(folder, torch.device("cpu"))
     assert set(kept) == {
         "format", "run", "journal", "plan", "step", "seed", "rows", "memory", "model", "optimizer", "trains",
-        "denoise", "still", "shapes",
+        "denoise", "average", "still", "shapes", "data",
     }  # fmt: skip
 
 

@@ -188,16 +188,16 @@ def test_words_uniforms_and_normals_are_the_layout(purpose: Purpose, step: int, 
 
     even = start % 2
     normals = []
-    for u, w in zip(uniforms[even::2], expected[even + 1 :: 2], strict=False):
-        angle = 2 * math.pi * ((w >> 11) * 2.0**-53)
-        radius = math.sqrt(-2 * math.log(u))
+    for v, w in zip(expected[even::2], expected[even + 1 :: 2], strict=False):
+        angle = 2 * math.pi * (w * 2.0**-64)
+        radius = math.sqrt(-2 * math.log(((v >> 1) + 1) * 2.0**-63))
         normals += [radius * math.cos(angle), radius * math.sin(angle)]
     got = stream.normals(purpose, step, start + even, len(normals))
     torch.testing.assert_close(got, torch.tensor(normals, dtype=torch.float64), rtol=1e-13, atol=1e-13)
 
 
-def test_the_tail_reaches_as_far_as_53_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All bits zero: the smallest uniform, 2^-53, and the longest radius, sqrt(106 ln 2) = 8.57; all ones: 1 and 0."""
+def test_the_tail_reaches_as_far_as_63_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All bits zero: the smallest uniform, 2^-53, and the longest radius, sqrt(126 ln 2) = 9.34; all ones: 1 and 0."""
 
     def constant(value: int) -> Callable[[bytes, int, int, int, Tensor], None]:
         def fill(key: bytes, purpose: int, step: int, block: int, words: Tensor) -> None:
@@ -207,7 +207,7 @@ def test_the_tail_reaches_as_far_as_53_bits(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(module, "keystream", constant(0))
     assert Stream(0).uniforms(NOISE, 0, 0, 8).tolist() == [2.0**-53] * 8
-    longest = math.sqrt(106 * math.log(2))
+    longest = math.sqrt(126 * math.log(2))
     assert Stream(0).normals(NOISE, 0, 0, 4).tolist() == pytest.approx([longest, 0, longest, 0])
     monkeypatch.setattr(module, "keystream", constant(-1))
     assert Stream(0).uniforms(NOISE, 0, 0, 8).tolist() == [1.0] * 8
@@ -560,20 +560,20 @@ def test_nothing_but_the_stream_holds_the_key() -> None:
     assert [holder for holder in gc.get_referrers(stream._key) if holder is not stream] == []
 
 
-def test_seed_for_gives_63_bits_of_a_word_and_none_for_noise() -> None:
+def test_a_state_is_words_of_their_own_and_none_for_noise() -> None:
+    """Three generators' states, each word in one of them alone; noise and sampling never come from such a state."""
     stream = Stream(13)
-    words = stream.words(Purpose.FORWARD, 4, 0, 200).tolist()
-    seeds = [stream.seed_for(Purpose.FORWARD, 4, index) for index in range(200)]
-    assert seeds == [word % 2**63 for word in words] and min(words) < 0
-    torch.Generator().manual_seed(max(seeds))
+    words = stream.words(Purpose.FORWARD, 4, 0, 2 * module.STATE)
+    states = torch.cat([stream.state_for(Purpose.FORWARD, 4, index) for index in (0, 1)])
+    assert torch.equal(states, words & (2**32 - 1))
     for purpose in (Purpose.NOISE, Purpose.SAMPLE):
         with pytest.raises(PrivacyError, match="draw from the stream itself"):
-            stream.seed_for(purpose, 0, 0)
+            stream.state_for(purpose, 0, 0)
 
 
 def test_a_torch_generator_from_a_secure_seed_is_not_secure_noise() -> None:
     """Torch's CPU generator keeps the low 32 bits of a seed, so all its noises can be tried."""
-    seed = Stream().seed_for(Purpose.FORWARD, 0, 0)
+    seed = 0x1234_5678_9ABC
     other = seed ^ 1 << 40
     first, second = (torch.randn(64, generator=torch.Generator().manual_seed(s)) for s in (seed, other))
     assert torch.equal(first, second)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from quietgrad.errors import PrivacyError
-from quietgrad.losses import Forward, Loss
+from quietgrad.gradients.taps import Taps
+from quietgrad.losses import Forward, Loss, Tap
 from quietgrad.values import Context, Tensors
 
 
@@ -19,19 +20,29 @@ class Chain(nn.Module):
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
         self.model, self.loss = model, loss
+        self.read: tuple[str, ...] = ()  # the layers that the loss reads, known from the meeting on
 
     def forward(self, batch: Any, context: Context) -> Tensor:
         """(n,) values for a batch of n rows."""
         if isinstance(self.loss, Forward):
             return self.loss(self.model, batch, context)
         inputs, targets = self.pair(batch)
-        return self.loss(self.outputs(inputs), targets, context)
+        if not self.loss.tapped:
+            return self.loss(self.outputs(inputs), targets, context)
+        outputs, taps = self.tapped(inputs)
+        return self.loss(outputs, targets, context, taps)
 
     def outputs(self, inputs: Any) -> Any:
         """The model on inputs: one tensor, or several as positional or named arguments."""
         if isinstance(inputs, Mapping):
             return self.model(**inputs)
         return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
+
+    def tapped(self, inputs: Any) -> tuple[Any, list[Tap]]:
+        """The model's outputs, and those of its linear layers and convolutions."""
+        with Taps(self.model) as taps:
+            outputs = self.outputs(inputs)
+        return outputs, taps.seen
 
     @staticmethod
     def pair(batch: Any) -> tuple[Any, Any]:

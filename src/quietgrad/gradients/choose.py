@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from quietgrad.batches import Chunk, tree_map
+from quietgrad.fresh import PUBLIC, drawing
 from quietgrad.gradients.chain import Chain
 from quietgrad.gradients.loop import loop
 from quietgrad.gradients.rows import Rows
@@ -33,19 +34,19 @@ class Gradients:
     def __call__(self, parameters: Tensors, chunk: Chunk, views: Sequence[View], context: Context) -> PerExample:
         held = [(m._parameters, dict(m._parameters)) for m in self.chain.modules() if m._parameters]
         try:
-            with drawing(self.stream.seed_for(Purpose.FORWARD, context.step, chunk.number), chunk.real.device):
+            with drawing(self.stream.state_for(Purpose.FORWARD, context.step, chunk.number), chunk.real.device):
                 return self.engine(self.chain, parameters, chunk, views, context)
         except BaseException:  # an interrupt may come before functional_call has put the model's parameters back
             for places, own in held:
                 places.update(own)
             raise
 
-    def choose(self, parameters: Tensors, chunk: Chunk, context: Context) -> None:
+    def choose(self, parameters: Tensors, chunk: Chunk, context: Context, views: Sequence[View] = (AsIs(),)) -> None:
         """Tries vmap on a chunk as it will be used; then, without dropout, beside the loop on its first rows."""
         few = min(4, len(chunk.real))
-        with drawing(0, chunk.real.device):
+        with drawing(PUBLIC, chunk.real.device):
             try:
-                vectorised(self.chain, parameters, chunk, (AsIs(),), context)
+                vectorised(self.chain, parameters, chunk, views[:1], context)
                 with still(self.chain):
                     fast = vectorised(self.chain, parameters, chunk, (AsIs(),), context)
             except Exception as error:  # whatever a model does that vmap cannot follow: the loop can
@@ -76,18 +77,6 @@ def chunk_size(parameters: Tensors, batch_size: int) -> int:
 def cut(chunk: Chunk, count: int) -> Chunk:
     """The first rows of a chunk."""
     return Chunk(tree_map(lambda t: t[:count], chunk.tree), chunk.real[:count], chunk.number)
-
-
-@contextmanager
-def drawing(seed: int, device: torch.device) -> Iterator[None]:
-    """Dropout and the like draw from `seed` (public in effect: it is before the bound), the user's generator is left
-    alone."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach generators that are not forked
-        yield
 
 
 @contextmanager

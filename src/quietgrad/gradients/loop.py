@@ -16,7 +16,8 @@ from quietgrad.values import Context, Tensors
 
 
 def loop(chain: Chain, parameters: Tensors, chunk: Chunk, views: Sequence[View], context: Context) -> Rows:
-    """Each example alone, as a batch of one: forward, backward, next; the mean over views."""
+    """Each example alone, as a batch of one: forward, backward, next; over views, the sum of share times
+    gradient."""
     count = len(chunk.real)
     rows = {name: p.new_zeros((count, *p.shape)) for name, p in parameters.items()}
     losses = torch.zeros(count, device=chunk.real.device)
@@ -30,7 +31,7 @@ def loop(chain: Chain, parameters: Tensors, chunk: Chunk, views: Sequence[View],
                 gradients = torch.autograd.grad(value.sum(), list(leaves.values()), allow_unused=True)
             for name, gradient in zip(leaves, gradients, strict=True):
                 if gradient is not None:
-                    rows[name][i] += gradient / len(views)
+                    rows[name][i] += gradient * view.share
             losses[i] += value[0].detach() / len(views)
     return Rows(parameters, rows, losses, chunk.real)
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from quietgrad.values import PerExample, Tensors
 
-CELL = 64  # rows summed in the gradients' own precision before float64 takes over: rule 16 (b)
-
 
 @final
 class Rows(PerExample):
@@ -37,14 +35,12 @@ class Rows(PerExample):
         return {name: f.view(len(f), *self.parameters[name].shape) for name, f in self._flat.items()}
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        # Products are formed one by one, never by a matrix product, which may round its factors to tf32 or bf16.
+        # Products are formed one by one, never by a matrix product, which may round its factors to tf32 or bf16. They
+        # are added in float64: when one example leaves, the others' rounding hardly moves (rule 16 b).
         total = {}
         for name, f in self._flat.items():  # (n, p)
             used = rounded_down(weights, f.dtype)[:, None]
-            summed = torch.zeros(f.shape[1], dtype=torch.float64, device=f.device)
-            for cell, w in zip(f.split(CELL), used.split(CELL), strict=True):
-                summed += (w * cell).sum(0)
-            total[name] = summed.view(self.parameters[name].shape)
+            total[name] = (used * f).sum(0, dtype=torch.float64).view(self.parameters[name].shape)
         return total
 
     def _bounded_norms(self, count: int) -> Tensor:

@@ -19,7 +19,7 @@ from quietgrad.values import Context, Tensors
 
 
 def vectorised(chain: Chain, parameters: Tensors, chunk: Chunk, views: Sequence[View], context: Context) -> Rows:
-    """All examples of a chunk at once, each as a batch of one; the mean over views."""
+    """All examples of a chunk at once, each as a batch of one; over views, the sum of share times gradient."""
     still = {name: p.detach() for name, p in parameters.items()}
     rows: dict[str, Tensor] = {}
     losses: Tensor | None = None
@@ -35,9 +35,10 @@ def vectorised(chain: Chain, parameters: Tensors, chunk: Chunk, views: Sequence[
             with signals_wait():
                 gradients, values = each(still, chunk.tree)
         for name, gradient in gradients.items():
-            rows[name] = rows[name].add_(gradient) if name in rows else gradient
+            if name in rows:
+                rows[name].add_(gradient, alpha=view.share)
+            else:  # a gradient may be one zero seen many times, which cannot be added to
+                rows[name] = gradient if len(views) == 1 and view.share == 1.0 else gradient * view.share
         losses = values.detach() if losses is None else losses + values.detach()
     assert losses is not None
-    share = 1.0 / len(views)
-    scaled = rows if len(views) == 1 else {name: r.mul_(share) for name, r in rows.items()}
-    return Rows(parameters, scaled, losses * share, chunk.real)
+    return Rows(parameters, rows, losses / len(views), chunk.real)

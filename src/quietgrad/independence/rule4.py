@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -27,6 +28,8 @@ from quietgrad.independence.held import Attributes, Generators, Still, eager, sa
 from quietgrad.independence.layers import label
 from quietgrad.independence.nature import refuse_known
 from quietgrad.independence.trial import RUNS, Chain, Outcome, Trial, most_searching, quote
+from quietgrad.losses import Loss
+from quietgrad.values import Context
 
 PAD = "pad or cut every sample to one fixed public length"
 
@@ -51,6 +54,8 @@ def check(
         raise PrivacyError("check", f"size is {size}", "give the number of rows of a chunk, at least 1")
     if loss is None and forward is None:
         raise PrivacyError("loss", "there is none", "give loss, or forward with one value per example")
+    if isinstance(loss, Loss) and loss.tapped and forward is None:
+        forward = partial(_tapped, loss)
     refuse_known(model)
     chain = Chain(model, loss, forward)
     generators, attributes = Generators(chain), Attributes(chain)
@@ -68,6 +73,13 @@ def check(
     finally:
         attributes.restore()
         generators.rewind()
+
+
+def _tapped(loss: Loss, model: nn.Module, batch: Tree) -> Tensor:
+    from quietgrad.gradients import Chain as Whole
+
+    values: Tensor = Whole(model, loss)(batch, Context(0, 0, {}, 0.0, 1.0))
+    return values
 
 
 def _check_chain(trial: Trial) -> None:

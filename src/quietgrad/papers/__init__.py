@@ -1,0 +1,1 @@
+"""What the papers print: formulas, tables, conditions; one file per paper. Nothing here is needed to train."""
