@@ -26,7 +26,6 @@ from quietgrad.sample import Sample
 from quietgrad.smooth import Plain, Smooth
 from quietgrad.stage import Stage, finished, positive, rebuild, record
 from quietgrad.values import L2Ball
-from quietgrad.views import Views
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,9 +140,9 @@ class Plan:
     @property
     def guests(self) -> tuple[Stage, ...]:
         """Stages of the user's own that cost nothing if they keep to their arguments."""
-        stages = (self.loss, self.denoise)
-        transformed = (self.smooth,) if isinstance(self.smooth, Views) else ()
-        return (*(s for s in stages if s is not None and (isinstance(s, Own | Forward) or not s.ours)), *transformed)
+        filters = getattr(self.denoise, "stages", (self.denoise,))  # of a Chain
+        stages = (self.loss, self.smooth, *filters)
+        return tuple(s for s in stages if s is not None and (hasattr(s, "digest") or not s.ours))
 
     # Other plans from this one.
 

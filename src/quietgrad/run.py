@@ -85,7 +85,7 @@ class Run:
         self.rows: int | None = None
         self.memory: Tensor | None = None  # the sampler's own, secret
         self._process = os.getpid()
-        self._stepping = threading.Lock()
+        self._stepping = threading.RLock()  # an interrupt may leave it held: its own thread may go on
         self._versions: list[tuple[int, int]] | None = versions_of(self.parameters)
         self._met: object = None
         self._row: list[torch.Size] = []
