@@ -17,8 +17,9 @@ from typing import Any, final
 
 from quietgrad import account
 from quietgrad.errors import PrivacyError
-from quietgrad.plan import UNIT, Plan, default_delta
+from quietgrad.plan import Plan, default_delta
 from quietgrad.sample import FixedOrder, Poisson, Sample
+from quietgrad.stage import UNIT
 
 NOT_ACCOUNTED = (
     "not accounted: runs on the same data that chose the hyper-parameters cost as well (qg.compose adds them)"

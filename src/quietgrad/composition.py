@@ -11,8 +11,8 @@ from typing import Any, final
 from quietgrad import account, journal
 from quietgrad.certificate import Certificate, finite
 from quietgrad.errors import PrivacyError
-from quietgrad.plan import UNIT, Plan
-from quietgrad.stage import Stage
+from quietgrad.plan import Plan
+from quietgrad.stage import UNIT, Stage
 
 ORDER = ("none", "seeded", "claimed by user", "proved")  # from the weakest
 

@@ -25,6 +25,7 @@ from quietgrad.noise import Noise
 from quietgrad.sample import Sample
 from quietgrad.smooth import Plain, Smooth
 from quietgrad.stage import Stage, finished, positive, rebuild, record
+from quietgrad.statement import statement
 from quietgrad.values import L2Ball
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 SLOTS: Mapping[str, type[Stage]] = {s.slot: s for s in (Sample, Loss, Smooth, Bound, Noise, Denoise)}
 PRICED = ("sample", "bound", "noise")  # the slots that the price depends on
 TRUSTED = ("smooth", *PRICED)  # the slots whose guarantee it rests on, and no test vouches for
-UNIT = "one example (one row of the data)"
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,8 @@ class Plan:
         self.noise_scale  # noqa: B018  # refuses a plan without a multiplier
         event = self.noise.account(self.sample, self.steps if releases is None else releases)
         if event is None:
-            raise PrivacyError(
-                "noise",
-                f"{type(self.noise).__name__} states no event, so no epsilon can be given",
-                "return one from event(), or claim one with qg.Claimed(stage, event, why=…)",
-            )
+            found = f"{type(self.noise).__name__} states no event, so no epsilon can be given"
+            raise PrivacyError("noise", found, "return one from event(), or qg.Claimed(stage, event, why=…)")
         return event
 
     def epsilon(self, delta: float | None = None) -> float:
@@ -118,9 +115,8 @@ class Plan:
             delta = self.budget.delta if self.budget else default_delta(self.sample.examples)
         positive("plan", "delta", delta)
         if not delta < 1 / self.sample.examples:
-            raise PrivacyError(
-                "plan", f"delta is {delta!r}", f"give one between 0 and 1/{self.sample.examples} (one per example)"
-            )
+            fix = f"give one between 0 and 1/{self.sample.examples} (one per example)"
+            raise PrivacyError("plan", f"delta is {delta!r}", fix)
         return delta
 
     @property
@@ -184,11 +180,9 @@ class Plan:
         if noise is None or noise.multiplier is None:
             return plan.calibrate(epsilon=self.budget.epsilon, delta=self.budget.delta)
         if plan.epsilon() > self.budget.epsilon:
-            raise PrivacyError(
-                "noise",
-                f"multiplier {noise.multiplier:g} costs epsilon {plan.epsilon():.4g}, beyond {self.budget.epsilon:g}",
-                "leave the multiplier out, so that it is calibrated, or calibrate the plan to a larger budget",
-            )
+            spent = f"costs epsilon {account.up(plan.epsilon())}, beyond {self.budget.epsilon:g}"
+            fix = "leave the multiplier out, so that it is calibrated, or calibrate the plan to a larger budget"
+            raise PrivacyError("noise", f"multiplier {noise.multiplier:g} {spent}", fix)
         return plan
 
     # On paper.
@@ -256,32 +250,7 @@ class Plan:
 
     def statement(self, status: str | None) -> str:
         """The plan as it is printed, for a run of this status (None: not calibrated)."""
-        side = {"noise": "the noise", "denoise": "sees releases only"}
-        lines = [
-            f"quietgrad plan: {self.steps:,} steps of about {self.sample.divisor:g} examples" + ", a study" * self.study
-        ]
-        for slot in SLOTS:
-            stage = getattr(self, slot)
-            says = stage.says if stage is not None else "given at the start"
-            lines.append(f"  {slot:8} {says:88} | {side.get(slot, 'sees data')}")
-        lines.append(f"  {'':8} {'optimizer':88} | sees releases only")
-        if status is None:
-            return "\n".join([*lines, "costs    nothing is known before calibrate(epsilon=…, delta=…)"])
-        if status == "none":
-            return "\n".join([*lines, "costs    NO GUARANTEE: status none, for study only"])
-        delta = self.delta()
-        price = account.price(self.event(), delta, self.adjacency)
-        at = account.up(delta)
-        mark = "CLAIMED ONLY (seeded: not for publication)" if status == "seeded" else status
-        return "\n".join(
-            [
-                *lines,
-                f"costs    epsilon {account.up(price.epsilon)} at delta {at}, {mark} ({price.accountant})",
-                f"protects {UNIT}; neighbours: {self.adjacency.replace('-', ' ')}",
-                "covers   the final model and every iterate, never metrics on private data",
-                f"assumes  {self.sample.examples:,} examples is a public fact; tuning on this data is not accounted",
-            ]
-        )
+        return statement(self, tuple(SLOTS), status)
 
     # Training.
 

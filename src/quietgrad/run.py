@@ -7,45 +7,31 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from quietgrad import export
 from quietgrad.account import Price, price
 from quietgrad.average import Average, begun, in_place, start
-from quietgrad.batches import Chunk, Collate, Source, leaves
+from quietgrad.batches import Collate, Source
 from quietgrad.certificate import Certificate, certify
+from quietgrad.deal import Batch, Dealer
 from quietgrad.errors import PrivacyError
 from quietgrad.gradients import Chain, Gradients
 from quietgrad.gradients.choose import chunk_size
 from quietgrad.keep import Keeper
 from quietgrad.ledger import Ledger
-from quietgrad.meet import meet
 from quietgrad.plan import Plan
 from quietgrad.stage import counted
 from quietgrad.step import States, apply, private_sum, release
-from quietgrad.stream import Purpose, Stream
-from quietgrad.trained import digest_of, fingerprints, trainable, versions_of
+from quietgrad.stream import Stream
+from quietgrad.trained import fingerprints, trainable, versions_of
 from quietgrad.values import Context
 from quietgrad.watch import Watch, Watcher, unwatched
-
-
-@final
-@dataclass(eq=False)
-class Batch:
-    """A batch drawn for one step of one run. Private; used once."""
-
-    run: Run
-    step: int
-    chunks: list[Chunk] | None
-
-    def __repr__(self) -> str:
-        return f"Batch(step {self.step}, private)"
 
 
 @final
@@ -67,11 +53,8 @@ class Run:
         average: Average | None = None,
     ) -> None:
         if plan.status == "none" and not plan.study:
-            raise PrivacyError(
-                "noise",
-                "the plan has no guarantee (no noise)",
-                "calibrate it, or say qg.study(plan) to train without one",
-            )
+            fix = "calibrate it, or say qg.study(plan) to train without one"
+            raise PrivacyError("noise", "the plan has no guarantee (no noise)", fix)
         assert plan.loss is not None
         self._plan, self.model, self.optimizer, self.seed = plan, model, optimizer, seed
         self.parameters = trainable(model, optimizer)
@@ -82,15 +65,10 @@ class Run:
         if chunk is not None:
             counted("gradients", "chunk", chunk)
         self.chunk = chunk or chunk_size(self.parameters, plan.sample.batch_size)
-        self.rows: int | None = None
-        self.memory: Tensor | None = None  # the sampler's own, secret
+        self.dealer = Dealer(plan, model, self.parameters, self.gradients, self.stream, self.chunk)
         self._process = os.getpid()
         self._stepping = threading.RLock()  # an interrupt may leave it held: its own thread may go on
         self._versions: list[tuple[int, int]] | None = versions_of(self.parameters)
-        self._met: object = None
-        self._row: list[torch.Size] = []
-        self._data: str | None = None  # a digest, where the order of the rows matters
-        self._open: Batch | None = None
         self._still = fingerprints(model, self.parameters)
         self.ledger = Ledger(plan)
         self.states = States(plan.noise.begin(0), plan.denoise.begin(self.parameters))
@@ -134,11 +112,13 @@ class Run:
         if epochs is not None:
             counted("sample", "epochs", epochs)
         source = Source(data.tensors if type(data) is TensorDataset else data, collate, workers)
-        self._meet(source)
+        self._here()
+        if self.dealer.meet(source, self.context()) and self._keeper is not None:
+            self._keeper.saved = False  # a checkpoint without the order could not go on in it
         sample, end = self.plan.sample, self.plan.steps
         if epochs is not None:
             end = min(end, sample.first_step(sample.epoch(self.position) + epochs))
-        return self._batches(source, end)
+        return self.dealer.deal(source, end, lambda: self.position, self.device)
 
     def step(self, batch: Batch) -> None:
         """One private step. It returns nothing: a loss would be private."""
@@ -150,7 +130,8 @@ class Run:
             self._stepping.release()
 
     def _step(self, batch: Batch) -> None:
-        chunks, context = self._accept(batch), self.context()
+        self._here()
+        chunks, context = self.dealer.accept(batch, self.position), self.context()
         self._untouched()
         if self._keeper is not None:
             self._keeper.reserve(self.position, self._rest())
@@ -216,10 +197,8 @@ class Run:
 
     def export(self, folder: str | Path) -> Path:
         """Writes what may be published: weights, buffers as they were at the start, the certificate."""
-        changed = [
-            name for name, mark in fingerprints(self.model, self.parameters).items() if self._still.get(name) != mark
-        ]
-        certificate = self.certificate()
+        now, certificate = fingerprints(self.model, self.parameters), self.certificate()
+        changed = [name for name, mark in now.items() if self._still.get(name) != mark]
         with self.averaged():
             return export.write(Path(folder), self.model, changed, certificate)
 
@@ -256,81 +235,11 @@ class Run:
 
     # How it is done.
 
-    def _batches(self, source: Source, end: int) -> Iterator[Batch]:
-        device = self.device
-        rows = len(source)
-        draws = (self.plan.sample.draw(self.stream, t, rows, self.memory) for t in range(self.position, end))
-        at = self.position
-
-        def fresh(k: int) -> Tensor:  # for transforms of a data set, here or in workers
-            return self.stream.state_for(Purpose.FORWARD, at, 2**23 + k)
-
-        read = source.read(draws, self.chunk, device, fresh, self._row)
-        for step, chunks in zip(range(self.position, end), read, strict=False):
-            batch = self._open = Batch(self, step, chunks)
-            yield batch
-            if self.position != step + 1:
-                raise PrivacyError(
-                    "sample",
-                    f"the batch of step {step} was passed over",
-                    "call run.step on every batch, an empty one too",
-                )
-
-    def _accept(self, batch: Batch) -> list[Chunk]:
-        self._here()
-        if not isinstance(batch, Batch) or batch.run is not self:
-            raise PrivacyError(
-                "sample",
-                "this batch was not drawn by this run, so its sampling has no account",
-                "loop with `for batch in run.batches(data): run.step(batch)`",
-            )
-        if self.position >= self.plan.steps:
-            raise PrivacyError("plan", f"all {self.plan.steps} steps are spent", "make a longer plan")
-        if batch is not self._open or batch.step != self.position or batch.chunks is None:
-            raise PrivacyError(
-                "sample", f"the batch of step {batch.step} was used or is stale", "use each batch once, in turn"
-            )
-        if any(m.training and not before for m, before in zip(self.model.modules(), self._modes, strict=True)):
-            found = "a layer was put back in training mode since the batches began"
-            raise PrivacyError("model", found, "call run.batches again after model.train()")
-        return batch.chunks
-
-    def _meet(self, source: Source) -> None:
-        self._here()
-        rows = len(source)
-        if self.rows is not None and rows != self.rows:
-            raise PrivacyError(
-                "sample", f"the data has {rows:,} rows, the run began with {self.rows:,}", "go on with the same data"
-            )
-        alike = leaves(source.data) if source.in_memory else []
-        met = (
-            [(t.shape[1:], t.dtype) for t in alike] or id(source.data),
-            source.collate,
-            modes := [m.training for m in self.model.modules()],
-        )
-        self._modes = modes
-        if met != self._met:  # other rows, another collate, a layer back in training mode: all of it is seen again
-            self._row = meet(self.plan, self.model, self.parameters, source, self.gradients, self.chunk, self.context())
-            self._met = met
-        if self.rows is None:
-            self.rows = rows
-            self.memory = self.plan.sample.begin(self.stream, rows)
-            if self._keeper is not None:
-                self._keeper.saved = False  # a checkpoint without them could not go on in the same order
-        if self.memory is not None and source.in_memory:
-            data = digest_of(leaves(source.data))
-            if self._data not in (None, data):
-                found = "the rows are not those the order was drawn for, or not in their order"
-                raise PrivacyError("sample", found, "go on with the same data")
-            self._data = data
-
     def _rest(self) -> dict[str, Any]:
         """What the checkpoint holds beside model and optimizer. No key and no noise."""
         return {
             "step": self.position,
-            "rows": self.rows,
-            "memory": self.memory,
-            "data": self._data,
+            **self.dealer.kept(),
             "denoise": dict(self.states.denoise),
             "average": dict(self._mean),
             "still": self._still,
@@ -338,8 +247,8 @@ class Run:
 
     def _resume(self, keeper: Keeper) -> None:
         kept = keeper.resume(self.device)
-        self._still, self.rows, self.memory = kept["still"], kept["rows"], kept["memory"]
-        self._data, self._versions = kept["data"], versions_of(self.parameters)
+        self.dealer.restore(kept)
+        self._still, self._versions = kept["still"], versions_of(self.parameters)
         self.ledger = Ledger(self.plan, keeper.journal.reserved)  # what was reserved and lost counts
         self.states = States(self.plan.noise.begin(self.position), kept["denoise"])
         self._mean = begun(self.average, kept["average"])
@@ -351,6 +260,5 @@ class Run:
 
     def _here(self) -> None:
         if os.getpid() != self._process:
-            raise PrivacyError(
-                "run", "a forked process holds a copy of this run", "step it in the process that started it"
-            )
+            found = "a forked process holds a copy of this run"
+            raise PrivacyError("run", found, "step it in the process that started it")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from quietgrad.errors import PrivacyError
 
 Record = dict[str, Any]
+UNIT = "one example (one row of the data)"  # what is protected
 NAMED = {"stage": "inner stage"}  # a field of this name, in a record whose "stage" is the class
 
 

@@ -154,7 +154,7 @@ def test_killed_in_a_save(name: str, when: str, number: int, folder: Path, drawn
 @pytest.mark.parametrize(
     ("name", "when"),
     [("quietgrad.checkpoint.load", "before"), ("quietgrad.checkpoint.load", "after"), ("os.write", "before"),
-     ("os.write", "after"), ("os.fsync", "after"), ("quietgrad.run.meet", "after")],
+     ("os.write", "after"), ("os.fsync", "after"), ("quietgrad.deal.meet", "after")],
 )  # fmt: skip
 def test_killed_in_a_resume(name: str, when: str, folder: Path, drawn: Draws) -> None:
     """A kill at each instant of a resume costs nothing."""
@@ -495,7 +495,7 @@ def test_a_fixed_order_goes_on_behind_what_was_lost(folder: Path, drawn: Draws) 
         for batch in run.batches(DATA):
             if run.position == until:
                 return
-            members = plan.sample.draw(run.stream, batch.step, 40, run.memory).tolist()
+            members = plan.sample.draw(run.stream, batch.step, 40, run.dealer.memory).tolist()
             with seen.open("a") as file:
                 file.write(f"{batch.step} {' '.join(map(str, members))}\n")
             run.step(batch)

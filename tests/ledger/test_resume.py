@@ -176,7 +176,11 @@ def test_a_fixed_order_keeps_its_assignment(folder: Path) -> None:
     """The assignment of examples to batches survives a resume, though the key does not."""
     run = saved(folder, 7, plan=fixed_order())
     again = begin(folder, plan=fixed_order(), resume=True)
-    assert again.memory is not None and run.memory is not None and torch.equal(again.memory, run.memory)
+    assert (
+        again.dealer.memory is not None
+        and run.dealer.memory is not None
+        and torch.equal(again.dealer.memory, run.dealer.memory)
+    )
     assert next(again.batches(DATA)).step == 7
 
 
@@ -187,7 +191,11 @@ def test_a_save_before_the_first_batch_does_not_lose_the_order(folder: Path) -> 
     early = (folder / checkpoint.NAME).read_bytes()
     train(run, 3).close()
     again = begin(folder, plan=fixed_order(), resume=True)
-    assert again.memory is not None and run.memory is not None and torch.equal(again.memory, run.memory)
+    assert (
+        again.dealer.memory is not None
+        and run.dealer.memory is not None
+        and torch.equal(again.dealer.memory, run.dealer.memory)
+    )
     again.close()
     (folder / checkpoint.NAME).write_bytes(early)
     refused(folder, "older than the first batch", plan=fixed_order())
