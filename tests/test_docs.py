@@ -49,3 +49,19 @@ def test_guarantees_names_tests_that_exist() -> None:
     """Each guard that GUARANTEES.md names is a file or a folder of tests."""
     for name in set(re.findall(r"`(tests/[^`]*)`", (HOME / "GUARANTEES.md").read_text())):
         assert (HOME / name).exists(), name
+
+
+def test_links_and_calls_in_docs_hold() -> None:
+    """Relative links lead somewhere, and no table is left to be filled in."""
+    for page in (HOME / "README.md", *sorted((HOME / "docs").rglob("*.md"))):
+        text = page.read_text()
+        assert not re.search(r"^[A-Z]{4,}$", text, flags=re.MULTILINE), page
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+            assert (page.parent / link).exists(), (page, link)
+        for name in re.findall(r"\bqg\.([A-Za-z_]+)", text):
+            assert hasattr(qg, name), (page, name)
+
+
+def test_the_readme_table_is_the_recorded_one() -> None:
+    """The figures in README are those of results/digits.md, which the benchmark renders from the recorded runs."""
+    assert (HOME / "results" / "digits.md").read_text().strip() in README
