@@ -131,9 +131,22 @@ class Source:
         count = min(count, len(self))
         return [k * (len(self) - 1) // max(count - 1, 1) for k in range(count)]
 
-    @property
-    def _collate(self) -> Collate:
-        return self.collate or default_collate
+    def _collate(self, samples: Sequence[Any]) -> Tree:
+        """A row of each sample. A collate of the user's sees one at a time: what it draws or pads cannot be shared."""
+        if self.collate is None:
+            return default_collate(list(samples))
+        alone = [self.collate([sample]) for sample in samples]
+        if any(rows_of(tree) != 1 for tree in alone):
+            found = f"collate made {max(rows_of(tree) for tree in alone)} rows of 1 example"
+            raise PrivacyError("sample", found, "make one row of each: the bound holds for a row")
+        shapes = {tuple(row_shapes(tree)) for tree in alone}
+        if len(shapes) > 1:
+            raise PrivacyError(
+                "sample", "examples differ in shape", "pad or cut every sample to one fixed public length"
+            )
+        columns = zip(*(leaves(tree) for tree in alone), strict=True)
+        whole = iter([torch.cat(column) for column in columns])
+        return tree_map(lambda _: next(whole), alone[0])
 
     def read(
         self,
@@ -165,7 +178,7 @@ class Source:
                     yield []
 
         def read_part(samples: Sequence[Any]) -> Tree | None:
-            return self._collate(list(samples)) if samples else None
+            return self._collate(samples) if samples else None
 
         states = None if fresh is None else [fresh(k) for k in range(self.workers)]
         loader = DataLoader(

@@ -32,6 +32,12 @@ def fill(words: Tensor) -> None:
     random.setstate((3, (*rest[WORDS:], WORDS), None))
 
 
+def others() -> tuple[object, ...]:
+    """Where Python's and NumPy's generators stand. vmap draws from torch's for each example, from these once."""
+    theirs = np.random.get_state(legacy=False)["state"]
+    return random.getstate(), theirs["key"].tobytes(), theirs["pos"]
+
+
 @contextmanager
 def drawing(words: Tensor, device: torch.device) -> Iterator[None]:
     """Inside, everything draws from `words`; the user's generators are left as they were."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -142,9 +143,56 @@ def test_a_row_that_follows_its_batch_is_refused() -> None:
             return super().forward(x[:, :4])
 
     run = begin(model=Short(4, 3))
-    with pytest.raises(PrivacyError, match="longest"):
+    with pytest.raises(PrivacyError, match="fixed public length"):
         for batch in run.batches(Ragged(), collate=collate):
             run.step(batch)
+
+
+class Skips(nn.Linear):
+    """Leaves a layer out by a coin that is Python's or NumPy's: under vmap there is one coin for a chunk."""
+
+    def __init__(self, coin: Callable[[], float]) -> None:
+        super().__init__(4, 3)
+        self.coin = coin
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if not self.training or self.coin() < 0.5 else 0.5)
+
+
+@pytest.mark.parametrize("coin", [random.random, lambda: float(np.random.rand())])
+def test_one_coin_for_a_chunk_is_not_drawn(coin: Callable[[], float]) -> None:
+    """A coin shared by a chunk ties its examples together: such a model goes to the loop, a coin for each."""
+    run = begin(model=Skips(coin))
+    run.step(next(iter(run.batches(DATA))))
+    assert run.gradients.name == "the loop over examples" and "generator" in run.gradients.reason
+
+
+def test_a_coin_that_comes_late_is_noticed() -> None:
+    """A model that was met without a coin and throws one later: the shared draw is thrown away, the loop takes over."""
+    run = begin(model=Skips(lambda: 0.0))
+    batches = iter(run.batches(DATA))
+    run.step(next(batches))
+    assert run.gradients.name == "vmap over examples"
+    run.model.coin = random.random
+    run.step(next(batches))
+    assert run.gradients.name == "the loop over examples"
+
+
+def test_a_collate_sees_one_sample_at_a_time() -> None:
+    """What a collate draws (a crop for the whole batch) is drawn for each example."""
+    seen: list[int] = []
+
+    def collate(items: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        seen.append(len(items))
+        shift = torch.rand(())
+        return torch.stack([x + shift for x, _ in items]), torch.stack([y for _, y in items])
+
+    run, pairs = begin(), list(zip(*DATA, strict=True))
+    batches = iter(run.batches(pairs, collate=collate))
+    seen.clear()
+    batch = next(batches)
+    assert set(seen) <= {1}
+    run.step(batch)
 
 
 # The ledger, and what stands beside it

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quietgrad.batches import Chunk, tree_map
-from quietgrad.fresh import PUBLIC, drawing
+from quietgrad.fresh import PUBLIC, drawing, others
 from quietgrad.gradients.chain import Chain
 from quietgrad.gradients.loop import loop
 from quietgrad.gradients.rows import Rows
@@ -20,6 +20,7 @@ from quietgrad.values import Context, PerExample, Tensors
 
 Engine = Callable[[Chain, Tensors, Chunk, Sequence[View], Context], Rows]
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # relative, of row norms
+SHARED = "it draws from Python's or NumPy's generator, once for all examples under vmap"
 MEMORY = 256 * 2**20  # bytes of formed rows in a chunk
 
 
@@ -33,20 +34,35 @@ class Gradients:
 
     def __call__(self, parameters: Tensors, chunk: Chunk, views: Sequence[View], context: Context) -> PerExample:
         held = [(m._parameters, dict(m._parameters)) for m in self.chain.modules() if m._parameters]
+        words, device = self.stream.state_for(Purpose.FORWARD, context.step, chunk.number), chunk.real.device
         try:
-            with drawing(self.stream.state_for(Purpose.FORWARD, context.step, chunk.number), chunk.real.device):
-                return self.engine(self.chain, parameters, chunk, views, context)
+            with drawing(words, device):
+                before = others()
+                rows = self.engine(self.chain, parameters, chunk, views, context)
+                shared = self.engine is not loop and others() != before
+            if shared:  # one draw for a whole chunk ties examples together: what was computed is thrown away
+                self._fall_back(SHARED)
+                with drawing(words, device):
+                    rows = loop(self.chain, parameters, chunk, views, context)
+            return rows
         except BaseException:  # an interrupt may come before functional_call has put the model's parameters back
             for places, own in held:
                 places.update(own)
             raise
 
+    def _fall_back(self, reason: str) -> None:
+        self.engine, self.name, self.reason = loop, "the loop over examples", reason
+
     def choose(self, parameters: Tensors, chunk: Chunk, context: Context, views: Sequence[View] = (AsIs(),)) -> None:
         """Tries vmap on a chunk as it will be used; then, without dropout, beside the loop on its first rows."""
         few = min(4, len(chunk.real))
         with drawing(PUBLIC, chunk.real.device):
+            before = others()
             try:
                 vectorised(self.chain, parameters, chunk, views[:1], context)
+                if others() != before:
+                    self._fall_back(SHARED)
+                    return
                 with still(self.chain):
                     fast = vectorised(self.chain, parameters, chunk, (AsIs(),), context)
             except Exception as error:  # whatever a model does that vmap cannot follow: the loop can
