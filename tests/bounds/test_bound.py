@@ -26,7 +26,6 @@ from tests.small import (
 from torch import Tensor, nn
 
 import quietgrad as qg
-from quietgrad.gradients.rows import rounded_down
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 LARGEST = {torch.float32: 1e38, torch.float64: 1e300, torch.bfloat16: 1e38}
@@ -179,16 +178,6 @@ def test_matrix_precision_of_torch_is_no_part_of_a_sum(monkeypatch: pytest.Monke
     for product in ("__matmul__", "matmul", "mv", "mm", "bmm"):
         monkeypatch.setattr(Tensor, product, None)
     assert torch.equal(summed(1.0, rows)["w"], before)
-
-
-@given(st.floats(0, 1, allow_nan=False), st.integers(-140, 0))
-@settings(max_examples=200, deadline=None)
-def test_weights_are_rounded_down(mantissa: float, exponent: int) -> None:
-    """Also where float32 is subnormal, and the nearest number may be far above."""
-    weight = torch.tensor([mantissa * 2.0**exponent], dtype=torch.float64)
-    narrow = rounded_down(weight, torch.float32).double()
-    assert 0 <= float(narrow) <= float(weight)
-    assert float(weight) - float(narrow) <= max(float(weight) * 2.0**-23, 2.0**-149)
 
 
 @dataclass(frozen=True)

@@ -14,54 +14,51 @@ from quietgrad.values import PerExample, Tensors
 class Rows(PerExample):
     """(n, *shape) per parameter.
 
-    A row that is a dummy, or holds anything that is not finite, is set to zero when it is made, so it is zero
-    everywhere.
+    A row that is a dummy, or holds anything that is not finite, is zero in every answer.
     """
 
     def __init__(self, parameters: Tensors, rows: dict[str, Tensor], losses: Tensor, real: Tensor) -> None:
         self.parameters, self.losses, self.real = parameters, losses.detach(), real
         wide = {name: r.detach().to(torch.promote_types(r.dtype, torch.float32)) for name, r in rows.items()}
-        flat = {name: r.reshape(len(real), parameters[name].numel()) for name, r in wide.items()}
-        finite = real.clone()
-        for f in flat.values():
-            finite &= f.isfinite().all(1)
-        self._flat = {name: torch.where(finite[:, None], f, 0.0) for name, f in flat.items()}
-        self._norms = self._bounded_norms(len(real))
+        self._flat = {name: r.reshape(len(real), parameters[name].numel()) for name, r in wide.items()}
+        norms = self._bounded_norms(len(real))
+        self._kept = real & norms.isfinite()
+        self._norms = torch.where(self._kept, norms, 0.0)
 
     def norms(self) -> Tensor:
         return self._norms
 
     def rows(self) -> dict[str, Tensor]:
-        return {name: f.view(len(f), *self.parameters[name].shape) for name, f in self._flat.items()}
+        kept = self._kept[:, None]
+        shapes = {name: (len(f), *self.parameters[name].shape) for name, f in self._flat.items()}
+        return {name: torch.where(kept, f, 0.0).view(shapes[name]) for name, f in self._flat.items()}
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        # Products are formed one by one, never by a matrix product, which may round its factors to tf32 or bf16. They
-        # are added in float64: when one example leaves, the others' rounding hardly moves (rule 16 b).
-        total = {}
-        for name, f in self._flat.items():  # (n, p)
-            used = rounded_down(weights, f.dtype)[:, None]
-            total[name] = (used * f).sum(0, dtype=torch.float64).view(self.parameters[name].shape)
-        return total
+        # Row by row in float64, never by a matrix product, which may round its factors to tf32 or bf16: when one
+        # example leaves, the others' rounding hardly moves (rule 16 b), and nothing large is allocated.
+        total = {name: f.new_zeros(f.shape[1], dtype=torch.float64) for name, f in self._flat.items()}
+        for i in self._kept.nonzero().flatten().tolist():
+            for name, f in self._flat.items():
+                torch.addcmul(total[name], f[i].double(), weights[i], out=total[name])
+        return {name: summed.view(self.parameters[name].shape) for name, summed in total.items()}
 
     def _bounded_norms(self, count: int) -> Tensor:
-        # Scaled before squaring (1e25 squared overflows float32, 1e200 float64), and rounded up by four units of the
-        # rows' precision, which covers the rounding of weight times row, and by what a sum of p squares can lose.
+        # In float64, where no square of a float32 overflows; float64 rows are scaled before squaring (1e200). Rounded
+        # up by four units of the rows' precision and what a sum of p squares can lose. Not finite where a row is not.
         flat = [f for f in self._flat.values() if f.numel()]
         if not flat:
             return torch.zeros(count, dtype=torch.float64, device=self.real.device)
-        top = torch.stack([f.abs().amax(1) for f in flat]).amax(0).double()  # (n,)
-        top = torch.where(top > 0, top, 1.0)
+        top = torch.ones(count, dtype=torch.float64, device=self.real.device)
         if any(f.dtype == torch.float64 for f in flat):
-            squares = [torch.linalg.vector_norm(f / top[:, None], dim=1, dtype=torch.float64).square() for f in flat]
-            norms = top * torch.stack(squares).sum(0).sqrt()
-        else:
-            squares = [torch.linalg.vector_norm(f, dim=1, dtype=torch.float64).square() for f in flat]
-            norms = torch.stack(squares).sum(0).sqrt()
+            top = torch.stack([f.abs().amax(1) for f in flat]).amax(0).double()
+            top = torch.where(top > 0, top, 1.0)
+        squares = [torch.stack([_norm(row, t) for row, t in zip(f, top, strict=True)]).square() for f in flat]
         unit = max(torch.finfo(f.dtype).eps for f in flat)
-        return norms * (1 + 4 * unit + sum(f.shape[1] for f in flat) * torch.finfo(torch.float64).eps)
+        lost = sum(f.shape[1] for f in flat) * torch.finfo(torch.float64).eps
+        return top * torch.stack(squares).sum(0).sqrt() * (1 + 4 * unit + lost)
 
 
-def rounded_down(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights of at least 0 in a narrower type, never above what they were: the nearest to 1e-45 is above it."""
-    near = weights.to(dtype)
-    return torch.where(near.to(weights.dtype) > weights, near.nextafter(torch.zeros_like(near)), near)
+def _norm(row: Tensor, top: Tensor) -> Tensor:
+    scaled = row / top if row.dtype == torch.float64 else row
+    norm: Tensor = torch.linalg.vector_norm(scaled, dtype=torch.float64)
+    return norm
