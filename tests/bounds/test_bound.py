@@ -26,6 +26,7 @@ from tests.small import (
 from torch import Tensor, nn
 
 import quietgrad as qg
+from quietgrad.gradients import Rows
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 LARGEST = {torch.float32: 1e38, torch.float64: 1e300, torch.bfloat16: 1e38}
@@ -250,3 +251,21 @@ def test_a_sum_is_in_float64_whatever_a_bound_gives() -> None:
     rows = rows_from({"w": torch.randn(3, 400)})
     total = plan.bound(rows, context(plan)).sum()
     assert all(t.dtype == torch.float64 for t in total.spend().values())
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-3, 1.0, 1e6, 1e30])
+def test_parameters_of_two_precisions_share_one_norm(size: float) -> None:
+    """A model in float32 and float64: the norm is that of both together, at any size of either."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"single": torch.zeros(7), "double": torch.zeros(5, dtype=torch.float64)}
+    parts = {"single": torch.randn((6, 7), generator=generator), "double": torch.randn((6, 5), generator=generator)}
+    for part in ("single", "double"):
+        rows = {"single": parts["single"].clone(), "double": parts["double"].double()}
+        rows[part] *= size
+        every = Rows(shapes, rows, torch.zeros(6), torch.ones(6, dtype=torch.bool))
+        true = (rows["single"].double().square().sum(1) + rows["double"].square().sum(1)).sqrt()
+        assert torch.all(every.norms() >= true) and torch.allclose(every.norms(), true, rtol=1e-5)
+        for i in range(6):
+            one = Rows(shapes, {n: r[i : i + 1] for n, r in rows.items()}, torch.zeros(1), torch.ones(1) > 0)
+            share = one.weighted_sum((1.0 / one.norms()).clamp(max=1.0))
+            assert sum(float(t.square().sum()) for t in share.values()) <= 1.0

@@ -50,15 +50,15 @@ class Rows(PerExample):
             return torch.zeros(count, dtype=torch.float64, device=self.real.device)
         top = torch.ones(count, dtype=torch.float64, device=self.real.device)
         if any(f.dtype == torch.float64 for f in flat):
-            top = torch.stack([f.abs().amax(1) for f in flat]).amax(0).double()
+            top = torch.stack([f.abs().amax(1).double() for f in flat]).amax(0)
             top = torch.where(top > 0, top, 1.0)
-        squares = [torch.stack([_norm(row, t) for row, t in zip(f, top, strict=True)]).square() for f in flat]
-        unit = max(torch.finfo(f.dtype).eps for f in flat)
+            flat = [f / top[:, None] for f in flat]
+        squares = [torch.stack([_norm(row) for row in f]).square() for f in flat]
+        unit = max(torch.finfo(f.dtype).eps for f in self._flat.values())
         lost = sum(f.shape[1] for f in flat) * torch.finfo(torch.float64).eps
         return top * torch.stack(squares).sum(0).sqrt() * (1 + 4 * unit + lost)
 
 
-def _norm(row: Tensor, top: Tensor) -> Tensor:
-    scaled = row / top if row.dtype == torch.float64 else row
-    norm: Tensor = torch.linalg.vector_norm(scaled, dtype=torch.float64)
+def _norm(row: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(row, dtype=torch.float64)
     return norm
