@@ -213,14 +213,14 @@ class Source:
 
 
 class _Listed(Dataset[list[Any]]):
-    """A dataset that is asked for several rows at once."""
+    """A dataset that is asked for several rows at once, and asks for each by itself: what `__getitems__` would draw or
+    mix for all of them ties examples together."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
 
     def __getitem__(self, rows: list[int]) -> list[Any]:
-        many = getattr(self.data, "__getitems__", None)
-        return list(many(rows)) if many is not None and rows else [self.data[i] for i in rows]
+        return [self.data[i] for i in rows]
 
 
 def _cut(rows: Tensor, size: int) -> Sequence[Tensor]:

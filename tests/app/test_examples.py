@@ -1,9 +1,13 @@
 """The examples run as they stand, and say what they should."""
 
+import ast
+import difflib
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -42,3 +46,16 @@ def test_the_demo_shows_plan_accuracy_certificate_and_spread(tmp_path):
     ]
     assert at == sorted(at) and (tmp_path / "demo/digits/publish/certificate.html").exists()
     assert all(float(score) > 85 for score in re.findall(r"seed \d +([\d.]+) %", out))
+
+
+@pytest.mark.parametrize("name", ["dplis.py", "dp_lssgd.py", "losing_less.py"])
+def test_a_method_is_one_line_beside_base(name):
+    """Docstrings and comments apart, an example adds one line to base.py, or changes one."""
+
+    def lines(path):
+        tree = ast.parse(path.read_text())
+        tree.body = tree.body[1:]
+        return ast.unparse(tree).splitlines()
+
+    changes = [d for d in difflib.ndiff(lines(EXAMPLES / "base.py"), lines(EXAMPLES / name)) if d[0] in "+-"]
+    assert sum(d[0] == "+" for d in changes) == 1 and sum(d[0] == "-" for d in changes) <= 1, changes

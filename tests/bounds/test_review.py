@@ -357,3 +357,22 @@ def test_large_batches_move_the_sum_by_less_than_a_millionth() -> None:
     clip = qg.Clip(1.0)
     sums = [clip.total(Rows(like, {"w": r}, torch.zeros(len(r)), real), None)()["w"] for r, real in parts]  # type: ignore[arg-type]
     assert float((sums[0] - sums[1] - sums[2]).norm()) < 1e-9
+
+
+def test_items_are_asked_for_one_by_one() -> None:
+    """A dataset that would draw once for all the rows it is asked for is not asked that way."""
+
+    class Together(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+        def __len__(self) -> int:
+            return 60
+
+        def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+            return DATA[0][i], DATA[1][i]
+
+        def __getitems__(self, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
+            raise AssertionError("asked for several at once")
+
+    run = begin()
+    for batch in run.batches(Together()):
+        run.step(batch)
+    assert run.position == 10
