@@ -135,8 +135,8 @@ class Run:
         self._untouched()
         if self._keeper is not None:
             self._keeper.reserve(self.position, self._rest())
-        batch.chunks = None
         place, probed = self.plan.denoise.probe(self.parameters, self.states.denoise, context)
+        batch.chunks = None
         try:
             total = private_sum(
                 self.plan, self.gradients, place, chunks, context, self.stream, self._watcher or unwatched

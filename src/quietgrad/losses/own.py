@@ -14,14 +14,28 @@ from quietgrad.stage import digest, qualified
 from quietgrad.values import Context
 
 
-@final
 @dataclass(frozen=True)
-class Own(Loss):
-    """A loss of the user's: any callable from (outputs, targets) to one value per example, known by name and digest."""
+class Named(Loss):
+    """Abstract: a callable of the user's. A plan read back knows it by name and digest until it is given again."""
 
     name: str
     digest: str
     call: Callable[[Any, Any], Tensor] | None = field(default=None, repr=False, compare=False)
+
+    @final
+    def __call__(
+        self, outputs: Any, targets: Any, context: Context | None = None, taps: Sequence[Tap] | None = None
+    ) -> Tensor:
+        if self.call is None:
+            found = f"the plan knows {self.name} by name only"
+            raise PrivacyError(self.slot, found, "pass the callable to start(loss=…), or start(forward=…)")
+        return self.call(outputs, targets)
+
+
+@final
+@dataclass(frozen=True)
+class Own(Named):
+    """A loss of the user's: any callable from (outputs, targets) to one value per example, known by name and digest."""
 
     @property
     def says(self) -> str:
@@ -39,15 +53,6 @@ class Own(Loss):
             )
         return cls(qualified(call), stated or digest(call), call)
 
-    def __call__(
-        self, outputs: Any, targets: Any, context: Context | None = None, taps: Sequence[Tap] | None = None
-    ) -> Tensor:
-        if self.call is None:
-            raise PrivacyError(
-                self.slot, f"the plan knows {self.name} by name only", "pass the callable to start(loss=…)"
-            )
-        return self.call(outputs, targets)
-
     def admits(self, outputs: Any, targets: Any) -> None:
         """Tries every whole-number target on one row of outputs: out of range, it would raise inside a step."""
         if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.is_floating_point():
@@ -63,12 +68,11 @@ class Own(Loss):
 
 @final
 @dataclass(frozen=True)
-class Forward(Loss):
-    """The user's whole chain, `forward(model, batch)` to one value per example, known by name and digest."""
+class Forward(Named):
+    """The user's whole chain, `forward(model, batch)` to one value per example, known by name and digest.
 
-    name: str
-    digest: str
-    call: Callable[[Any, Any], Tensor] | None = field(default=None, repr=False, compare=False)
+    Called with the model as `outputs` and the whole batch as `targets`: see `gradients.chain`.
+    """
 
     @property
     def says(self) -> str:
@@ -78,13 +82,3 @@ class Forward(Loss):
     def of(cls, call: Callable[[Any, Any], Tensor], stated: str | None = None) -> Forward:
         """Names a forward."""
         return cls(qualified(call), stated or digest(call), call)
-
-    def __call__(
-        self, outputs: Any, targets: Any, context: Context | None = None, taps: Sequence[Tap] | None = None
-    ) -> Tensor:
-        """Here `outputs` is the model and `targets` the whole batch: see `gradients.chain`."""
-        if self.call is None:
-            raise PrivacyError(
-                self.slot, f"the plan knows {self.name} by name only", "pass the callable to start(forward=…)"
-            )
-        return self.call(outputs, targets)
